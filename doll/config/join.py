@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.section import LONGEST_S, Section
+from doll.records.event_times import Unit
 
-Unit = Literal["s", "ms", "us", "ns", "iso8601"]
 OWN_FIELDS: Final = (
     "doll_label_age_s", "doll_is_correction", "doll_replaced_label", "doll_features", "doll_labels",
 )  # fmt: skip
 
 
-def _as_field(value: Any) -> Any:
+def as_field(value: Any) -> Any:
     return {"field": value} if isinstance(value, str) else value
 
 
@@ -29,24 +29,35 @@ class KeyConfig(Section):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if self.field is not None and self.header is not None:
-            raise ValueError("expected field or header, got both")
-        return self
+        return _one_place(self)
 
 
 class TimeConfig(Section):
-    """Where a record has its event time: in a field of the value; default: Kafka's timestamp. A text is the name of a
-    field."""
+    """Where a record has its event time: in a field of the value, or in a header; default: Kafka's timestamp. A text is
+    the name of a field."""
 
     field: str | None = None
     """name of the field of the value"""
+    header: str | None = None
+    """name of the header, whose value is a text; if a record has several, the last one counts"""
     unit: Unit = "ms"
     """unit of a number: s, ms, us or ns since 1970-01-01 UTC; iso8601: a text with a time zone, as in
     2026-11-01T00:00:00Z"""
 
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        return _one_place(self)
 
-Key = Annotated[KeyConfig, BeforeValidator(_as_field)]
-Time = Annotated[TimeConfig, BeforeValidator(_as_field)]
+
+Key = Annotated[KeyConfig, BeforeValidator(as_field)]
+Time = Annotated[TimeConfig, BeforeValidator(as_field)]
+_Place = TypeVar("_Place", KeyConfig, TimeConfig)
+
+
+def _one_place(place: _Place) -> _Place:
+    if place.field is not None and place.header is not None:
+        raise ValueError("expected field or header, got both")
+    return place
 
 
 class _Topic(Section):

@@ -13,11 +13,10 @@ import msgspec
 from doll.config.join import OWN_FIELDS, FeaturesConfig, JoinConfig, KeyConfig, LabelConfig, TimeConfig
 from doll.errors import SampleError
 from doll.records.bounded import short
+from doll.records.event_times import milliseconds, parsed_time
 from doll.records.join_log import FEATURES
 
 MAX_KEY_BYTES: Final = 1_024
-_MS_PER_UNIT: Final = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
-_MAX_MS: Final = 2**53
 _NOTHING: Any = Literal["\0a text that no field has"]
 Headers = Sequence[tuple[str, bytes | None]]
 _NO_TIMESTAMP: Final = 0  # Kafka's kind of a timestamp that is not known
@@ -99,7 +98,7 @@ class Extractor:
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise self._refusal(value, exc) from None
         key_bytes = _key(self._key, getattr(fields, "key", None), key, headers)
-        time_ms = _time_ms(self._time, getattr(fields, "time", None), timestamp)
+        time_ms = _time_ms(self._time, getattr(fields, "time", None), timestamp, headers)
         if self._label is None:
             body = value.strip()[:-1].rstrip()
             return Extracted(key_bytes, time_ms, body if body == b"{" else body + b",")
@@ -110,7 +109,7 @@ class Extractor:
             raise Bad("empty", "no value: expected a JSON object")
         if self._key.field is not None or self._time.field is not None:
             raise Bad("empty", "no value, and data.join reads the key or the time from fields of the value")
-        return Extracted(_key(self._key, None, key, headers), _time_ms(self._time, None, timestamp), b"")
+        return Extracted(_key(self._key, None, key, headers), _time_ms(self._time, None, timestamp, headers), b"")
 
     def _refusal(self, value: bytes, error: Exception) -> Bad:
         """Return why a value cannot be decoded."""
@@ -161,18 +160,17 @@ def _key(section: KeyConfig, field_value: Any, key: bytes | None, headers: Heade
     return content
 
 
-def _time_ms(section: TimeConfig, field_value: Any, timestamp: tuple[int, int]) -> int:
-    if section.field is None:
+def _time_ms(section: TimeConfig, field_value: Any, timestamp: tuple[int, int], headers: Headers) -> int:
+    if section.field is None and section.header is None:
         kind, time_ms = timestamp
         if kind == _NO_TIMESTAMP or time_ms < 0:
             raise Bad("no_time", "no event time: Kafka has no timestamp of the record")
         return time_ms
-    if isinstance(field_value, datetime):
-        if field_value.tzinfo is None:
-            raise Bad("no_time", f"{section.field}: expected a time zone, as in 2026-11-01T00:00:00Z")
-        milliseconds = field_value.timestamp() * 1000
-    else:
-        milliseconds = field_value * _MS_PER_UNIT[section.unit]
-    if not 0 <= milliseconds <= _MAX_MS:
-        raise Bad("no_time", f"{section.field}: expected a time in {section.unit} since 1970, got {field_value}")
-    return int(milliseconds)
+    where = section.field or f"header {section.header}"
+    try:
+        if section.header is not None:
+            values = [value for name, value in headers if name == section.header]
+            field_value = parsed_time((values[-1] if values and values[-1] else b"").decode(), section.unit)
+        return milliseconds(field_value, section.unit)
+    except (ValueError, OverflowError) as exc:
+        raise Bad("no_time", f"{where}: {short(exc)}") from None

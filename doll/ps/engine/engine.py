@@ -48,6 +48,7 @@ from doll.records.control import (
     SourceEnded,
     Welcome,
 )
+from doll.records.event_times import EventTimes
 from doll.storage.blobs import scope_of, weights_key
 
 # This is longer than `doll.ps.engine.stopping.STALL_REPORT_S`, so that workers without records are reported first.
@@ -632,6 +633,8 @@ class Engine(EngineState):
             lo, hi = grant.partition.offsets(number, size)
             applied.append(ev.AppliedBatch(partition, number, lo, hi, grant.granted_at_s, item, cut=hi - lo < size))
             grant.partition.leader_epoch = item.leader_epoch
+            # A worker of an earlier release does not know the times.
+            self.events = self.events.with_batch(item.times or EventTimes(untimed=item.n_samples))
             absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
             self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
             for reason, samples in item.skipped:
@@ -648,7 +651,14 @@ class Engine(EngineState):
         lr_factor = 1 / max(1, self.num_live) if self.settings.divides_lr else 1.0
         self._actions.append(
             ev.ApplyUpdate(
-                self.version, sets, scale, self.samples_total, self.batches_total, settled, lr_factor=lr_factor
+                self.version,
+                sets,
+                scale,
+                self.samples_total,
+                self.batches_total,
+                settled,
+                lr_factor=lr_factor,
+                events=self.events,
             )
         )
 
@@ -728,10 +738,11 @@ class Engine(EngineState):
 
     def _save_if_due(self) -> None:
         is_last = self.stopping is not None
-        if self.finished is not None or not self._durability.is_due(self.version, self._now, final=is_last):
+        is_due = self._durability.is_due(self.version, self._now, final=is_last, events=self.events)
+        if self.finished is not None or not is_due:
             return
         if self._settling.is_settled:
-            self._durability.order(self.version, self._now)
+            self._durability.order(self.version, self._now, self.events)
             self._actions.append(ev.StoreCheckpoint(self.version, self.snapshot(self._now)))
             return
         self._settling.is_under_way = True

@@ -34,7 +34,7 @@ def test_comes_back_as_it_was(cls: type) -> None:
 def test_begins_with_magic_and_schema() -> None:
     """The layout is what other processes, perhaps of another release, rely on."""
     data = encode(records.Hello(term=3))
-    assert data == b"\xd0\x0a" + msgspec.msgpack.encode({"type": "hello", "term": 3})
+    assert data == b"\xd0\x0b" + msgspec.msgpack.encode({"type": "hello", "term": 3})
 
 
 def test_records_of_the_schema_before_the_weights_of_samples_are_read() -> None:
