@@ -31,7 +31,8 @@ BOUNDS_S: Final = (
 _MS_PER_UNIT: Final = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
 _MAX_MS: Final = 2**53
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_MS)]
+_InBatch = Annotated[int, msgspec.Meta(ge=0, le=10**9)]  # a sum over all batches still fits 64 bits
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 _Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=_MAX_MS)]
 
 
@@ -73,9 +74,9 @@ class EventTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     newest_ms: _Milliseconds = 0
     ages_ms: Annotated[tuple[_Milliseconds, ...], msgspec.Meta(max_length=GROUPS)] = ()
-    count: _Count = 0
-    untimed: _Count = 0
-    ahead: _Count = 0
+    count: _InBatch = 0
+    untimed: _InBatch = 0
+    ahead: _InBatch = 0
 
     def __post_init__(self) -> None:
         ages = self.ages_ms
