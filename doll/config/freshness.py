@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pydantic import Field, PositiveFloat
 
-from pydantic import BeforeValidator, Field, PositiveFloat
-
-from doll.config.join import TimeConfig, as_field
+from doll.config.join import Time, TimeConfig
 from doll.config.section import LONGEST_S, Section
 from doll.records.event_times import Stage
 
@@ -15,7 +13,7 @@ class FreshnessConfig(Section):
     """How long it takes until an event is learned, durable and served (docs/guide/freshness.md). The times below are
     objectives: `doll prometheus` has an alert for each, and page and report show the share of records within it."""
 
-    time: Annotated[TimeConfig, BeforeValidator(as_field)] = TimeConfig()
+    time: Time = TimeConfig()
     """the event time of a record; a text is the name of a field"""
     event_to_learned_s: PositiveFloat | None = Field(default=None, le=LONGEST_S)
     """time within which an event should be in the model; null: no objective"""
@@ -30,7 +28,5 @@ class FreshnessConfig(Section):
     A time that is less far in the future counts as the present"""
 
     def limit_s(self, stage: Stage) -> float | None:
-        """Return the objective of a stage."""
-        return {
-            "learned": self.event_to_learned_s, "durable": self.event_to_durable_s, "served": self.event_to_served_s,
-        }[stage]  # fmt: skip
+        limit_s: float | None = getattr(self, f"event_to_{stage}_s")
+        return limit_s

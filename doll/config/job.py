@@ -97,10 +97,7 @@ class JobConfig(Section):
             yield from self._join_problems(data.join)
         is_json = data.samples_per_record == 1 and (data.format is None or data.format.kind == "json")
         if self.freshness.time.field is not None and not is_json:
-            yield (
-                "freshness.time.field: expected records that are JSON objects (data.format: json, one sample in each): "
-                "name a header, or leave it out for Kafka's timestamp"
-            )
+            yield "freshness.time.field: expected records that are JSON objects, one sample in each: name a header"
         rates = self.arrivals.rate_per_s
         if isinstance(rates, list) and not data.asks_kafka and len(rates) != (streams := data.num_partitions):
             yield f"arrivals.rate_per_s: expected {streams} rates (data.partitions or data.workers), got {len(rates)}"

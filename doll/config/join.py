@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -14,50 +14,39 @@ OWN_FIELDS: Final = (
 )  # fmt: skip
 
 
-def as_field(value: Any) -> Any:
+def _as_field(value: Any) -> Any:
     return {"field": value} if isinstance(value, str) else value
 
 
-class KeyConfig(Section):
-    """Where a record has its key: in a field of the value, or in a header; default: Kafka's key. A text is the name of
-    a field."""
-
+class _Place(Section):
     field: str | None = None
-    """name of the field of the value; a number is used as its decimal text"""
+    """name of the field of the value; of a key, a number is used as its decimal text"""
     header: str | None = None
     """name of the header; if a record has several, the last one counts"""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        return _one_place(self)
+        if self.field is not None and self.header is not None:
+            raise ValueError("expected field or header, got both")
+        return self
 
 
-class TimeConfig(Section):
-    """Where a record has its event time: in a field of the value, or in a header; default: Kafka's timestamp. A text is
-    the name of a field."""
+class KeyConfig(_Place):
+    """Where a record has its key: in a field of the value, or in a header; default: Kafka's key. A text is the name of
+    a field."""
 
-    field: str | None = None
-    """name of the field of the value"""
-    header: str | None = None
-    """name of the header, whose value is a text; if a record has several, the last one counts"""
+
+class TimeConfig(_Place):
+    """Where a record has its event time: in a field of the value, or in a header, as a text; default: Kafka's
+    timestamp. A text is the name of a field."""
+
     unit: Unit = "ms"
     """unit of a number: s, ms, us or ns since 1970-01-01 UTC; iso8601: a text with a time zone, as in
     2026-11-01T00:00:00Z"""
 
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        return _one_place(self)
 
-
-Key = Annotated[KeyConfig, BeforeValidator(as_field)]
-Time = Annotated[TimeConfig, BeforeValidator(as_field)]
-_Place = TypeVar("_Place", KeyConfig, TimeConfig)
-
-
-def _one_place(place: _Place) -> _Place:
-    if place.field is not None and place.header is not None:
-        raise ValueError("expected field or header, got both")
-    return place
+Key = Annotated[KeyConfig, BeforeValidator(_as_field)]
+Time = Annotated[TimeConfig, BeforeValidator(_as_field)]
 
 
 class _Topic(Section):

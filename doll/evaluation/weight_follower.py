@@ -24,7 +24,6 @@ from doll.evaluation.stored_weights import Place, StoredWeights, newest_weights,
 from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.model.flat_model import FlatModel
 from doll.records.control import AnyRecord, TermStarted
-from doll.records.event_times import NO_EVENTS
 from doll.storage.blobs import (
     Blobs,
     decode_blob,
@@ -129,13 +128,7 @@ class RowFollower:
         assert self._base is not None, "expected a checkpoint before a version"
         term, version = self._at
         return self._base._replace(
-            term=term,
-            version=version,
-            weights=weights,
-            layers=self._layers,
-            samples=-1,
-            run_id=run_id,
-            events=NO_EVENTS,
+            term=term, version=version, weights=weights, layers=self._layers, samples=-1, run_id=run_id
         )
 
 

@@ -13,7 +13,7 @@ import msgspec
 from doll.config.join import OWN_FIELDS, FeaturesConfig, JoinConfig, KeyConfig, LabelConfig, TimeConfig
 from doll.errors import SampleError
 from doll.records.bounded import short
-from doll.records.event_times import milliseconds, parsed_time
+from doll.records.event_times import header_ms, milliseconds
 from doll.records.join_log import FEATURES
 
 MAX_KEY_BYTES: Final = 1_024
@@ -169,8 +169,7 @@ def _time_ms(section: TimeConfig, field_value: Any, timestamp: tuple[int, int], 
     where = section.field or f"header {section.header}"
     try:
         if section.header is not None:
-            values = [value for name, value in headers if name == section.header]
-            field_value = parsed_time((values[-1] if values and values[-1] else b"").decode(), section.unit)
+            return header_ms(headers, section.header, section.unit)
         return milliseconds(field_value, section.unit)
     except (ValueError, OverflowError) as exc:
         raise Bad("no_time", f"{where}: {short(exc)}") from None

@@ -429,11 +429,8 @@ class ChunkReader:
                 for value, record in zip(values, records, strict=True)
             ]
         times_ms = () if self._times_of is None else self._times_of(records, values)
-        self._send(
-            Chunk(
-                reading.where.number, offsets, values, _leader_epoch(records[-1]), reading.number, envelopes, times_ms
-            )
-        )
+        leader_epoch = _leader_epoch(records[-1])
+        self._send(Chunk(reading.where.number, offsets, values, leader_epoch, reading.number, envelopes, times_ms))
         reading.position = last + 1
 
     def _within_limit(self, value: bytes | None) -> bytes | None:
@@ -465,9 +462,8 @@ class ChunkReader:
             reading.position = offsets.stop
             envelopes = [None] * len(offsets) if self._with_envelopes else []
             times_ms = () if self._times_of is None else [NO_TIME] * len(offsets)
-            self._send(
-                Chunk(reading.where.number, offsets, [value] * len(offsets), -1, reading.number, envelopes, times_ms)
-            )
+            values = [value] * len(offsets)
+            self._send(Chunk(reading.where.number, offsets, values, -1, reading.number, envelopes, times_ms))
         else:
             reading.unreadable = None
             self._assign([reading.where.number])

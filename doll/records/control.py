@@ -107,6 +107,11 @@ class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def total_weight(self) -> float:
         return float(self.n_samples) if self.weight is None else self.weight
 
+    @property
+    def known_times(self) -> EventTimes:
+        """The event times; without times if a worker of an earlier release has sent the batch."""
+        return self.times or EventTimes(bad=self.n_samples)
+
 
 class PushedBatch(BatchOutcome, frozen=True, kw_only=True):
     """One batch of a Push. Losses are measured before the model learns from the samples."""
@@ -568,8 +573,7 @@ class ServedStatus(ControlRecord, frozen=True):
 
     server: str  # random name of the process
     time_s: float
-    term: int
-    version: int
+    term: int  # of the served version
     served: LatencyCounts  # from the events to a version that answers, since the process began
 
 

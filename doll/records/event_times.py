@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
+from operator import add
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -23,11 +24,10 @@ STAGES: Final[tuple[Stage, ...]] = ("learned", "durable", "served")
 NO_TIME: Final = -1  # the record has no usable event time
 GROUPS: Final = 8
 FIRST_MS: Final = 31_536_000_000  # 1971-01-01
-BOUNDS_S: Final = (
+BOUNDS_S: Final = (  # of the histograms; the last bucket has no bound
     0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0,
     300.0, 900.0, 3600.0, 21_600.0, 86_400.0,
 )  # fmt: skip
-"""The upper bounds of the histograms' buckets. The last bucket has no bound."""
 _MS_PER_UNIT: Final = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
 _MAX_MS: Final = 2**53
 
@@ -53,30 +53,29 @@ def milliseconds(value: datetime | float, unit: Unit) -> int:
     return int(time_ms)
 
 
-def parsed_time(text: str, unit: Unit) -> datetime | float:
-    """Return the time that a text such as the value of a header has. Raise ValueError if it has none."""
-    return datetime.fromisoformat(text) if unit == "iso8601" else float(text)
+def header_ms(headers: Sequence[tuple[str, bytes | None]], name: str, unit: Unit) -> int:
+    """Return the time in the last header of this name, as `milliseconds`."""
+    text = next((value or b"" for other, value in reversed(headers) if other == name), b"").decode()
+    return milliseconds(datetime.fromisoformat(text) if unit == "iso8601" else float(text), unit)
 
 
 class EventTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, omit_defaults=True):
     """The event times of the records of one batch.
 
-    In the order of their times, the records are divided into at most `GROUPS` groups of the same size (to one record).
-    The groups are exact for up to `GROUPS` records; in larger ones, each record counts with the oldest of its group.
+    In the order of their times, the records are divided into at most `GROUPS` groups of about the same size. Each
+    record counts with the oldest one of its group.
 
     Attributes:
         newest_ms: the newest event time; 0 without records.
         ages_ms: for each group, the newest first: how much older than `newest_ms` its oldest record is.
         count: number of records with a usable time.
-        untimed: number of other records, without a time or with one in another unit.
-        ahead: number of records whose time is in the future.
+        bad: number of the others: without a time, or with one in another unit or in the future.
     """
 
     newest_ms: _Milliseconds = 0
     ages_ms: Annotated[tuple[_Milliseconds, ...], msgspec.Meta(max_length=GROUPS)] = ()
     count: _InBatch = 0
-    untimed: _InBatch = 0
-    ahead: _InBatch = 0
+    bad: _InBatch = 0
 
     def __post_init__(self) -> None:
         ages = self.ages_ms
@@ -89,12 +88,6 @@ class EventTimes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     def oldest_ms(self) -> int:
         return self.newest_ms - (self.ages_ms[-1] if self.ages_ms else 0)
 
-    @property
-    def sizes(self) -> list[int]:
-        """The number of records of each group."""
-        groups = len(self.ages_ms)
-        return [self.count * (at + 1) // groups - self.count * at // groups for at in range(groups)]
-
 
 def event_times_of(times_ms: Sequence[int] | npt.NDArray[np.int64], now_ms: int, max_ahead_ms: int) -> EventTimes:
     """Return the event times of the records of a batch. `NO_TIME`: a record without a usable one.
@@ -104,42 +97,34 @@ def event_times_of(times_ms: Sequence[int] | npt.NDArray[np.int64], now_ms: int,
             the future is taken for `now_ms`.
     """
     times = np.asarray(times_ms, np.int64)
-    is_untimed, is_ahead = times < FIRST_MS, times > now_ms + max_ahead_ms
-    good = times[~(is_untimed | is_ahead)]
-    untimed, ahead, count = int(is_untimed.sum()), int(is_ahead.sum()), len(good)
+    good = times[(times >= FIRST_MS) & (times <= now_ms + max_ahead_ms)]
+    count, groups = len(good), min(len(good), GROUPS)
     if not count:
-        return EventTimes(untimed=untimed, ahead=ahead)
+        return EventTimes(bad=len(times))
     newest_first = -np.sort(-np.minimum(good, max(now_ms, FIRST_MS)))
-    groups = min(count, GROUPS)
-    last = [count * (at + 1) // groups - 1 for at in range(groups)]
-    newest = int(newest_first[0])
-    return EventTimes(newest, tuple((newest - newest_first[last]).tolist()), count, untimed, ahead)
+    ages_ms = newest_first[0] - newest_first[[_until(count, groups, at) - 1 for at in range(groups)]]
+    return EventTimes(int(newest_first[0]), tuple(ages_ms.tolist()), count, len(times) - count)
+
+
+def _until(count: int, groups: int, at: int) -> int:
+    """Return how many of `count` records are in the groups up to number `at`."""
+    return count * (at + 1) // groups
 
 
 class EventSpan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The event times of all records in a version.
-
-    Attributes:
-        oldest_ms, newest_ms: 0 while `count` is 0.
-        count: number of records with a usable time.
-        untimed, ahead: as in `EventTimes`; batches of earlier releases count as untimed.
-    """
+    """The event times of all records in a version. `oldest_ms` and `newest_ms` are 0 while `count` is 0; the other
+    fields are as in `EventTimes`."""
 
     oldest_ms: int = 0
     newest_ms: int = 0
     count: int = 0
-    untimed: int = 0
-    ahead: int = 0
+    bad: int = 0
 
     def with_batch(self, times: EventTimes) -> EventSpan:
         """Return the span with the records of one more batch."""
-        oldest, newest = self.oldest_ms, self.newest_ms
-        if times.count:
-            oldest = min(oldest, times.oldest_ms) if self.count else times.oldest_ms
-            newest = max(newest, times.newest_ms)
-        return EventSpan(
-            oldest, newest, self.count + times.count, self.untimed + times.untimed, self.ahead + times.ahead
-        )
+        oldest_ms = min(self.oldest_ms or times.oldest_ms, times.oldest_ms or self.oldest_ms)
+        newest_ms = max(self.newest_ms, times.newest_ms)
+        return EventSpan(oldest_ms, newest_ms, self.count + times.count, self.bad + times.bad)
 
 
 NO_EVENTS: Final = EventSpan()
@@ -151,7 +136,7 @@ class LatencyCounts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     Attributes:
         buckets: number of records by `BOUNDS_S`.
         sum_s: sum of their times.
-        within: number of records within the time that the job file sets for the stage.
+        within: number of records within the objective of the job.
         bad: number of records without a usable event time, which are in no bucket and not within.
         newest_ms: newest event time that has reached the stage; 0: none.
     """
@@ -164,48 +149,31 @@ class LatencyCounts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     @property
     def records(self) -> int:
-        """The number of records that have reached the stage, with those without a usable event time."""
         return sum(self.buckets) + self.bad
 
     def plus(self, other: LatencyCounts) -> LatencyCounts:
         return LatencyCounts(
-            tuple(a + b for a, b in zip(self.buckets, other.buckets, strict=True)), self.sum_s + other.sum_s,
-            self.within + other.within, self.bad + other.bad, max(self.newest_ms, other.newest_ms),
+            tuple(map(add, self.buckets, other.buckets)), self.sum_s + other.sum_s, self.within + other.within,
+            self.bad + other.bad, max(self.newest_ms, other.newest_ms),
         )  # fmt: skip
+
+    def with_batch(self, times: EventTimes, at_s: float, limit_s: float | None, max_ahead_s: float) -> LatencyCounts:
+        """Return the histogram with the records of a batch that reach the stage at Unix `at_s`. `limit_s`: the
+        objective. An event that is more than `max_ahead_s` after `at_s` has a wrong clock, and counts as bad."""
+        buckets, sum_s, newest_ms = list(self.buckets), self.sum_s, self.newest_ms
+        within, bad, groups = self.within, self.bad + times.bad, len(times.ages_ms)
+        for at, age_ms in enumerate(times.ages_ms):
+            count = _until(times.count, groups, at) - _until(times.count, groups, at - 1)
+            time_ms = times.newest_ms - age_ms
+            seconds = at_s - time_ms / 1000
+            if seconds < -max_ahead_s:
+                bad += count
+                continue
+            newest_ms, seconds = max(newest_ms, time_ms), max(0.0, seconds)
+            buckets[bisect_left(BOUNDS_S, seconds)] += count
+            sum_s += count * seconds
+            within += count if limit_s is not None and seconds <= limit_s else 0
+        return LatencyCounts(tuple(buckets), sum_s, within, bad, newest_ms)
 
 
 NO_LATENCIES: Final = LatencyCounts((0,) * (len(BOUNDS_S) + 1))
-
-
-class Latencies:
-    """Counts the time from events until one stage.
-
-    Args:
-        limit_s: the time within which records should reach the stage. None: no such time is set.
-        max_ahead_s: an event that reaches the stage so long before it happens has a wrong clock; it counts as bad.
-    """
-
-    def __init__(self, limit_s: float | None, max_ahead_s: float) -> None:
-        self._limit_s, self._max_ahead_s = limit_s, max_ahead_s
-        self._buckets = [0] * (len(BOUNDS_S) + 1)
-        self._sum_s = 0.0
-        self._within = self._bad = self._newest_ms = 0
-
-    def add(self, times: EventTimes, at_s: float) -> None:
-        """Count the records of a batch that reach the stage at Unix `at_s`."""
-        self._bad += times.untimed + times.ahead
-        for age_ms, count in zip(times.ages_ms, times.sizes, strict=True):
-            time_ms = times.newest_ms - age_ms
-            seconds = at_s - time_ms / 1000
-            if seconds < -self._max_ahead_s:
-                self._bad += count
-                continue
-            seconds = max(0.0, seconds)
-            self._newest_ms = max(self._newest_ms, time_ms)
-            self._buckets[bisect_left(BOUNDS_S, seconds)] += count
-            self._sum_s += count * seconds
-            if self._limit_s is not None and seconds <= self._limit_s:
-                self._within += count
-
-    def counts(self) -> LatencyCounts:
-        return LatencyCounts(tuple(self._buckets), self._sum_s, self._within, self._bad, self._newest_ms)

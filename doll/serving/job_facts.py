@@ -17,8 +17,7 @@ _KEPT: Final = 1000  # versions: a served one may be older than the newest by th
 
 
 class VersionOrigin(NamedTuple):
-    """The origin of a version: the Unix time of its update, and the number of usable samples that it has learned, with
-    their event times."""
+    """The origin of a version: the Unix time of its update, and the samples that it has learned, with event times."""
 
     time_s: float
     samples: int
@@ -58,9 +57,8 @@ class JobFacts:
             self.is_finished = isinstance(record, Finished)
             if isinstance(record, Update):
                 self.samples = record.samples_total
-                self._origins[Place(record.term, record.version)] = VersionOrigin(
-                    record.time_s, record.samples_total, record.events
-                )
+                origin = VersionOrigin(record.time_s, record.samples_total, record.events)
+                self._origins[Place(record.term, record.version)] = origin
                 if len(self._origins) > _KEPT:
                     self._origins.popitem(last=False)
 

@@ -202,7 +202,7 @@ def serve_here(
         server = BoundedServer(uvicorn_config)
 
         def observe() -> None:
-            metrics.observe(copies, loader.newest_samples, batcher.num_waiting, loader.row_bytes, loader.served)
+            metrics.observe(copies, loader.newest_samples, batcher.num_waiting, loader.row_bytes)
             if heartbeat is not None:
                 heartbeat.beat("loop")
                 missing = [f"version {lane.wanted}: {lane.problem}" for lane in copies.lanes if lane.copy is None]

@@ -17,8 +17,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from doll.records.event_times import BOUNDS_S as EVENT_BOUNDS_S
-from doll.records.event_times import NO_LATENCIES, LatencyCounts
 from doll.serving.model_copies import ModelCopies
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
@@ -36,14 +34,11 @@ _GAUGES: Final = {
     "stale": "1: a newer version may not have been seen.", "waiting_requests": "Requests that wait to be computed.",
     "row_bytes": "Memory for rows of tables that have changed since the checkpoint.",
     "newest_event_timestamp_seconds": "Event time up to which the version has learned.",
-    "events_within": "Events that were served within freshness.event_to_served_s, since the start.",
-    "events_without_time": "Events without a usable time, since the start.",
 }  # fmt: skip
-_EVENTS: Final = [*(f"event_le{at}" for at in range(len(EVENT_BOUNDS_S) + 1)), "event_seconds"]
 _COLUMNS: Final = {
     name: at
     for at, name in enumerate(
-        [*map(str, _CODES), *_COUNTS, *(f"le{at}" for at in range(len(_BOUNDS_S) + 1)), "seconds", *_GAUGES, *_EVENTS]
+        [*map(str, _CODES), *_COUNTS, *(f"le{at}" for at in range(len(_BOUNDS_S) + 1)), "seconds", *_GAUGES]
     )
 }
 _BY_CODE: Final = {code: _COLUMNS[str(code)] for code in _CODES}
@@ -82,10 +77,7 @@ class ServeMetrics(Collector):
         """Increase the counter of this name by one."""
         self._own[_COLUMNS[name]] += 1
 
-    def observe(
-        self, copies: ModelCopies, newest_samples: int, waiting: int, row_bytes: int = 0,
-        served: LatencyCounts = NO_LATENCIES,
-    ) -> None:  # fmt: skip
+    def observe(self, copies: ModelCopies, newest_samples: int, waiting: int, row_bytes: int = 0) -> None:
         """Set the gauges of this process; if there are several lanes, to the values of the first one."""
         lane = copies.lanes[0]
         own, at = self._own, _COLUMNS
@@ -95,9 +87,6 @@ class ServeMetrics(Collector):
             own[at["version_age_seconds"]] = max(0.0, time.time() - version.made_s)
             own[at["samples_behind"]] = max(0, newest_samples - version.samples) if version.samples >= 0 else 0
             own[at["newest_event_timestamp_seconds"]] = version.events.newest_ms / 1000
-        for name, value in zip(_EVENTS, (*served.buckets, served.sum_s), strict=True):
-            own[at[name]] = value
-        own[at["events_within"]], own[at["events_without_time"]] = served.within, served.bad
         own[at["stale"]] = bool(lane.stale)
         own[at["waiting_requests"]] = waiting
         own[at["row_bytes"]] = row_bytes
@@ -117,15 +106,11 @@ class ServeMetrics(Collector):
             counter = CounterMetricFamily(f"doll_serve_{name}", text, labels=["job_name"])
             counter.add_metric([self._job], total[name])
             yield counter
-        for name, text, prefix, bounds in (
-            ("request", "Time to answer.", "", _BOUNDS_S),
-            ("event", "Time from an event until a version that has learned it answers.", "event_", EVENT_BOUNDS_S),
-        ):
-            counts = np.cumsum([total[f"{prefix}le{at}"] for at in range(len(bounds) + 1)]).tolist()
-            buckets = list(zip([*map(str, bounds), "+Inf"], counts, strict=True))
-            latency = HistogramMetricFamily(f"doll_serve_{name}_seconds", text, labels=["job_name"])
-            latency.add_metric([self._job], buckets, total[f"{prefix}seconds"])
-            yield latency
+        counts = np.cumsum([total[f"le{at}"] for at in range(len(_BOUNDS_S) + 1)]).tolist()
+        buckets = list(zip([*map(str, _BOUNDS_S), "+Inf"], counts, strict=True))
+        latency = HistogramMetricFamily("doll_serve_request_seconds", "Time to answer.", labels=["job_name"])
+        latency.add_metric([self._job], buckets, total["seconds"])
+        yield latency
         for name, text in _GAUGES.items():
             gauge = GaugeMetricFamily(f"doll_serve_{name}", text, labels=["job_name", "process"])
             for process, row in enumerate(self._rows):

@@ -5,54 +5,58 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from doll.config.freshness import FreshnessConfig
 from doll.evaluation.stored_weights import Place
 from doll.ledger.lineage import UpdatesRecord
 from doll.records.control import TermStarted, Update
-from doll.records.event_times import EventTimes, Latencies
+from doll.records.event_times import NO_LATENCIES, EventTimes
 
-_KEPT: Final = 10_000  # updates that no served version has, and swaps
+_KEPT: Final = 100_000  # batches that no served version has
 
 
 class ServedEvents:
     """Counts the events of each update when a version with this update is served, whichever is known first.
 
-    Args:
-        begun: the version that was served at first, from a checkpoint. Its events do not count, because they may have
-            been served before.
+    Attributes:
+        served: the times of all events except those of the first version, which may have been served before.
     """
 
-    def __init__(self, latencies: Latencies, begun: Place | None) -> None:
-        self._latencies = latencies
-        self._swaps: deque[tuple[Place, float]] = deque(maxlen=_KEPT)
-        self._waiting: deque[tuple[Place, list[EventTimes]]] = deque()
-        self._begun = begun or Place(0, 0)
+    def __init__(self, config: FreshnessConfig) -> None:
+        self.served = NO_LATENCIES
+        self._config = config
+        self._swaps: deque[tuple[Place, float]] = deque(maxlen=1_000)
+        self._waiting: deque[tuple[Place, EventTimes]] = deque()
         self._newest = Place(0, 0)
 
     def feed(self, record: UpdatesRecord) -> None:
-        """Process a record of `updates` of the newest term."""
-        if isinstance(record, TermStarted):
-            kept = record.kept_version
-            self._waiting = deque(item for item in self._waiting if item[0].version <= kept)
-        elif isinstance(record, Update) and (place := Place(record.term, record.version)) > max(
-            self._begun, self._newest
-        ):
-            self._newest = place
-            all_times = [item.times or EventTimes(untimed=item.n_samples) for item in record.members]
-            at_s = next((at_s for swapped, at_s in self._swaps if swapped >= place), None)
+        """Process a record of `updates`."""
+        place = Place(record.term, record.version if isinstance(record, Update) else 0)
+        if isinstance(record, TermStarted) and place > self._newest:
+            self._newest = Place(record.term, record.resumed_version)
+            self._waiting = deque(item for item in self._waiting if item[0].version <= record.kept_version)
+        if not isinstance(record, Update) or place <= self._newest:
+            return
+        self._newest = place
+        at_s = next((at_s for swapped, at_s in self._swaps if swapped >= place), None)
+        for times in (member.known_times for member in record.members):
             if at_s is not None:
-                self._count(all_times, at_s)
-                return
-            self._waiting.append((place, all_times))
-            if len(self._waiting) > _KEPT:  # nothing newer is served: these are late, however they end
-                for times in self._waiting.popleft()[1]:
-                    self._latencies.add(EventTimes(untimed=times.count + times.untimed + times.ahead), 0.0)
+                self._count(times, at_s)
+            else:
+                self._waiting.append((place, times))
+        while len(self._waiting) > _KEPT:  # nothing newer is served: these are late, however they end
+            times = self._waiting.popleft()[1]
+            self._count(EventTimes(bad=times.count + times.bad), 0.0)
 
     def swapped(self, place: Place, at_s: float) -> None:
         """Note that this version is served from `at_s` on."""
+        is_first = not self._swaps
         self._swaps.append((place, at_s))
         while self._waiting and self._waiting[0][0] <= place:
-            self._count(self._waiting.popleft()[1], at_s)
+            times = self._waiting.popleft()[1]
+            if not is_first:
+                self._count(times, at_s)
+        self._newest = max(self._newest, place) if is_first else self._newest
 
-    def _count(self, all_times: list[EventTimes], at_s: float) -> None:
-        for times in all_times:
-            self._latencies.add(times, at_s)
+    def _count(self, times: EventTimes, at_s: float) -> None:
+        config = self._config
+        self.served = self.served.with_batch(times, at_s, config.event_to_served_s, config.max_ahead_s)

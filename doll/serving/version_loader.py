@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,6 @@ from doll.kafka.publisher import Publisher
 from doll.kafka.reader import Partition, Reader
 from doll.ledger.lineage import UpdatesRecord
 from doll.records.control import ServedStatus
-from doll.records.event_times import Latencies, LatencyCounts
 from doll.records.rollbacks import Rollback
 from doll.services import Services
 from doll.serving.job_facts import JobFacts
@@ -84,9 +83,7 @@ class VersionLoader:
         self._reconnect_at_s = float("-inf")
         self._look_at_s = dict.fromkeys(copies.lanes, float("-inf"))
         self.newest_samples = -1
-        freshness = config.freshness
-        self._latencies = Latencies(freshness.event_to_served_s, freshness.max_ahead_s)
-        self._events = ServedEvents(self._latencies, None)
+        self._events = ServedEvents(config.freshness)
         self._name = secrets.token_hex(4)
         self._rollbacks: tuple[Rollback, ...] = ()
         self._rollbacks_of_term = -1
@@ -100,8 +97,6 @@ class VersionLoader:
     def __enter__(self) -> VersionLoader:
         # First read the checkpoints: their version is served at once, and they identify the run.
         self._refresh_all()
-        latest = next((lane for lane in self._copies.lanes if lane.wanted == LATEST), None)
-        self._events = ServedEvents(self._latencies, None if latest is None else latest.place)
         for thread in self._threads:
             thread.start()
         return self
@@ -116,11 +111,6 @@ class VersionLoader:
     def row_bytes(self) -> int:
         """The memory in use for table rows that have changed since the checkpoint."""
         return self._follower.row_bytes
-
-    @property
-    def served(self) -> LatencyCounts:
-        """The times from events until a version that has learned them is served as `latest`."""
-        return self._latencies.counts()
 
     # --- versions
 
@@ -273,7 +263,9 @@ class VersionLoader:
 
         check_at_s = report_at_s = 0.0
         reader = Reader(self._config, services, "serve", (updates, metrics), start, lookup_timeout_s=_LOOKUP_S)
-        with closing(reader), closing(Publisher(self._config, services, **_QUEUE)) as publisher:
+        with closing(reader), ExitStack() as opened:
+            publisher = Publisher(self._config, services, **_QUEUE)
+            opened.callback(publisher.discard)
             self._kafka_problem = ""
             while not self._stop.is_set():
                 for entry in reader.poll(_READ_S):
@@ -296,7 +288,5 @@ class VersionLoader:
         publisher.poll()
         place = next((lane.place for lane in self._copies.lanes if lane.wanted == LATEST), None)
         if place is not None:
-            status = ServedStatus(
-                server=self._name, time_s=time.time(), term=place.term, version=place.version, served=self.served
-            )
-            publisher.try_send(topic, status)
+            served, now_s = self._events.served, time.time()
+            publisher.try_send(topic, ServedStatus(server=self._name, time_s=now_s, term=place.term, served=served))

@@ -48,7 +48,6 @@ from doll.records.control import (
     SourceEnded,
     Welcome,
 )
-from doll.records.event_times import EventTimes
 from doll.storage.blobs import scope_of, weights_key
 
 # This is longer than `doll.ps.engine.stopping.STALL_REPORT_S`, so that workers without records are reported first.
@@ -633,8 +632,7 @@ class Engine(EngineState):
             lo, hi = grant.partition.offsets(number, size)
             applied.append(ev.AppliedBatch(partition, number, lo, hi, grant.granted_at_s, item, cut=hi - lo < size))
             grant.partition.leader_epoch = item.leader_epoch
-            # A worker of an earlier release does not know the times.
-            self.events = self.events.with_batch(item.times or EventTimes(untimed=item.n_samples))
+            self.events = self.events.with_batch(item.known_times)
             absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
             self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
             for reason, samples in item.skipped:
@@ -651,14 +649,7 @@ class Engine(EngineState):
         lr_factor = 1 / max(1, self.num_live) if self.settings.divides_lr else 1.0
         self._actions.append(
             ev.ApplyUpdate(
-                self.version,
-                sets,
-                scale,
-                self.samples_total,
-                self.batches_total,
-                settled,
-                lr_factor=lr_factor,
-                events=self.events,
+                self.version, sets, scale, self.samples_total, self.batches_total, settled, lr_factor, self.events
             )
         )
 
