@@ -35,7 +35,7 @@ LIMIT_BYTES = 1_048_588 - 100  # max.message.bytes of a record batch, and what s
 N = 1_000
 OFFSET, BATCH, VERSION, COUNT = 2**40, 2**33, 10**6, 10**9
 TIME_S = 1_700_000_000.123
-TIMES = EventTimes(1_700_000_000_123, tuple(range(2**32, 2**32 + 8)), 64, 64, 64)
+TIMES = EventTimes(1_700_000_000_123, tuple(range(2**32, 2**32 + 8)), 64, 64)
 
 
 def member(number: int, dead: tuple[int, ...] = ()) -> Member:
