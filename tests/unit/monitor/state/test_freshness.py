@@ -54,7 +54,9 @@ def test_an_objective_is_met_by_the_share_of_all_records() -> None:
     progress.feed(served("a", 1.2, 4.0, 4.9, 6.0, limit_s=5.0, bad=1))
     (stage,) = progress.stages()
     assert (stage.within, stage.is_met, stage.bad) == (0.6, False, 1)
-    assert stage.text().endswith("60 % of 5 records within 5 s (objective missed); 1 records without a usable event time")
+    assert stage.text().endswith(
+        "60 % of 5 records within 5 s (objective missed); 1 records without a usable event time"
+    )
 
 
 def test_nothing_is_said_of_records_without_times_unless_there_is_an_objective() -> None:
