@@ -69,7 +69,7 @@ def job_of(options: argparse.Namespace) -> JobConfig:
         data={"workers": options.partitions, "batch_size": options.batch_size},
         training={
             "policy": {"name": "doll", "group_size": 1}, "optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.0},
-            "guard": {"enabled": False},
+            "guard": {"spike_factor": 0},
         },
         freshness={"time": {"header": "at"}, "event_to_served_s": 5.0}, evaluation={"enabled": False}, **places,
     )  # fmt: skip
@@ -267,10 +267,8 @@ def main() -> None:
     config = job_of(options)
     with tempfile.TemporaryDirectory(prefix="doll-freshness-") as name:
         folder = Path(name)
-        on = (
-            on_this_machine(config, folder) if options.link is None else on_hosts(config, folder, link_of(options.link))
-        )
-        with on as place:
+        is_here = options.link is None
+        with on_this_machine(config, folder) if is_here else on_hosts(config, folder, link_of(options.link)) as place:
             result = measure(place, config, options)
     print(json.dumps(result, indent=1))
     if options.json is not None:

@@ -42,7 +42,8 @@ def send_at(job: Pipeline, count: int, time_ms: int) -> None:
 
 def test_the_time_of_an_event_is_in_the_answer_of_the_version_that_has_learned_it(make_pipeline: MakePipeline) -> None:
     job = make_pipeline(
-        "freshness.time.header=at", "stop.updates=1000", "freshness.event_to_learned_s=3600", "freshness.event_to_served_s=3600",
+        "freshness.time.header=at", "stop.updates=1000", "freshness.event_to_learned_s=3600",
+        "freshness.event_to_served_s=3600",
         "freshness.event_to_durable_s=0.001", "checkpoint.every_s=1000", "checkpoint.every_updates=1000",
         "checkpoint.every_event_s=0.001", "worker.max_pending_batches=200",
     )  # fmt: skip
