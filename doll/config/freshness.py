@@ -28,5 +28,4 @@ class FreshnessConfig(Section):
     A time that is less far in the future counts as the present"""
 
     def limit_s(self, stage: Stage) -> float | None:
-        limit_s: float | None = getattr(self, f"event_to_{stage}_s")
-        return limit_s
+        return getattr(self, f"event_to_{stage}_s")  # type: ignore[no-any-return]

@@ -19,15 +19,13 @@ class FreshnessMeter:
 
     def applied(self, update: ApplyUpdate, at_s: float) -> None:
         """Count the records of an update that has made a version."""
-        config = self._config
+        limits_s = self._config.event_to_learned_s, self._config.max_ahead_s
         for item in (item for applied in update.sets for item in applied.push.batches):
-            times = item.known_times
-            self.learned = self.learned.with_batch(times, at_s, config.event_to_learned_s, config.max_ahead_s)
-            self._waiting.append((update.version, times))
+            self.learned = self.learned.with_batch(item.known_times, at_s, *limits_s)
+            self._waiting.append((update.version, item.known_times))
 
     def stored(self, version: int, at_s: float) -> None:
         """Count the records that the checkpoint of `version` has made durable."""
-        config = self._config
+        limits_s = self._config.event_to_durable_s, self._config.max_ahead_s
         while self._waiting and self._waiting[0][0] <= version:
-            times = self._waiting.popleft()[1]
-            self.durable = self.durable.with_batch(times, at_s, config.event_to_durable_s, config.max_ahead_s)
+            self.durable = self.durable.with_batch(self._waiting.popleft()[1], at_s, *limits_s)

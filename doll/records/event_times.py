@@ -1,8 +1,7 @@
 """Event times: when the events of records happened, by batch and by version, and how long it takes until they are
 learned, durable and served. Pure. Event times are Unix milliseconds.
 
-A time that cannot be right is counted and left out, so that it makes no figure better: before 1971 it is in another
-unit (a time in seconds, read as milliseconds, is in January 1970), and in the future a clock is wrong.
+A wrong time makes no figure better: before 1971 it is in another unit, and in the future a clock is wrong.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ _GAUGES: Final = {
     "samples_behind": "Samples that a newer version has learned, and this one has not.",
     "stale": "1: a newer version may not have been seen.", "waiting_requests": "Requests that wait to be computed.",
     "row_bytes": "Memory for rows of tables that have changed since the checkpoint.",
-    "newest_event_timestamp_seconds": "Event time up to which the version has learned.",
 }  # fmt: skip
 _COLUMNS: Final = {
     name: at
@@ -86,7 +85,6 @@ class ServeMetrics(Collector):
             own[at["version"]] = version.place.version
             own[at["version_age_seconds"]] = max(0.0, time.time() - version.made_s)
             own[at["samples_behind"]] = max(0, newest_samples - version.samples) if version.samples >= 0 else 0
-            own[at["newest_event_timestamp_seconds"]] = version.events.newest_ms / 1000
         own[at["stale"]] = bool(lane.stale)
         own[at["waiting_requests"]] = waiting
         own[at["row_bytes"]] = row_bytes

@@ -23,7 +23,7 @@ class ServedEvents:
 
     def __init__(self, config: FreshnessConfig) -> None:
         self.served = NO_LATENCIES
-        self._config = config
+        self._limits_s = config.event_to_served_s, config.max_ahead_s
         self._swaps: deque[tuple[Place, float]] = deque(maxlen=1_000)
         self._waiting: deque[tuple[Place, EventTimes]] = deque()
         self._newest = Place(0, 0)
@@ -58,5 +58,4 @@ class ServedEvents:
         self._newest = max(self._newest, place) if is_first else self._newest
 
     def _count(self, times: EventTimes, at_s: float) -> None:
-        config = self._config
-        self.served = self.served.with_batch(times, at_s, config.event_to_served_s, config.max_ahead_s)
+        self.served = self.served.with_batch(times, at_s, *self._limits_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +14,7 @@ from doll.monitor.state.served_model import quantile
 from doll.records.control import ServedStatus, ServerStatus
 from doll.records.event_times import BOUNDS_S, NO_LATENCIES, STAGES, LatencyCounts, Stage
 
-_MAX_SERVERS: Final = 1000  # processes of model servers whose numbers are kept one by one
+_MAX_SERVERS: Final = 10_000  # processes of model servers in a run; others do not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,6 @@ class StageFreshness:
     """The times from events until one stage. Unknown numbers are NaN.
 
     Attributes:
-        stage: "learned", "durable" or "served".
         records: number of records that have reached the stage.
         p50_s, p99_s: quantiles of their times, interpolated within the histogram's buckets.
         bad: number of those without a usable event time. They do not count as within the objective.
@@ -62,28 +60,24 @@ class FreshnessProgress:
     """The freshness over all terms of the parameter server and all processes of model servers."""
 
     def __init__(self, config: FreshnessConfig) -> None:
-        self._config = config
+        self.config = config
         self._by_term: dict[int, ServerStatus] = {}  # only the last status of each term counts
-        self._servers: OrderedDict[str, LatencyCounts] = OrderedDict()
-        self._earlier = NO_LATENCIES
+        self._by_server: dict[str, LatencyCounts] = {}
 
     def feed(self, record: ServerStatus | ServedStatus) -> None:
         """Process a record of the current run."""
         if isinstance(record, ServerStatus):
             self._by_term[record.term] = record
-            return
-        self._servers[record.server] = record.served
-        self._servers.move_to_end(record.server)
-        if len(self._servers) > _MAX_SERVERS:
-            self._earlier = self._earlier.plus(self._servers.popitem(last=False)[1])
+        elif record.server in self._by_server or len(self._by_server) < _MAX_SERVERS:
+            self._by_server[record.server] = record.served
 
     def counts(self) -> dict[Stage, LatencyCounts]:
         """Return the histogram of each stage that any record has reached."""
-        totals = dict.fromkeys(STAGES, NO_LATENCIES) | {"served": self._earlier}
+        totals = dict.fromkeys(STAGES, NO_LATENCIES)
         for status in self._by_term.values():
             totals["learned"] = totals["learned"].plus(status.learned or NO_LATENCIES)
             totals["durable"] = totals["durable"].plus(status.durable or NO_LATENCIES)
-        for served in self._servers.values():
+        for served in self._by_server.values():
             totals["served"] = totals["served"].plus(served)
         return {stage: counts for stage, counts in totals.items() if counts.records}
 
@@ -92,9 +86,9 @@ class FreshnessProgress:
 
     def _stage(self, stage: Stage, counts: LatencyCounts) -> StageFreshness:
         buckets = list(zip((*BOUNDS_S, math.inf), map(float, accumulate(counts.buckets)), strict=True))
-        limit_s = self._config.limit_s(stage)
+        limit_s = self.config.limit_s(stage)
         within = math.nan if limit_s is None else counts.within / counts.records
         return StageFreshness(
             stage, counts.records, quantile(buckets, 0.5), quantile(buckets, 0.99), counts.bad, limit_s, within,
-            limit_s is None or within >= self._config.share,
+            limit_s is None or within >= self.config.share,
         )  # fmt: skip

@@ -208,9 +208,8 @@ class ProgressModel:
             case ServerStatus():
                 if self.history.is_current(record.term):
                     self._set_status(record)
-            case ServedStatus():
-                if self.history.is_current(record.term):
-                    self.freshness.feed(record)
+            case ServedStatus() if self.history.is_current(record.term):
+                self.freshness.feed(record)
             case Metric():
                 term = record.values.get(names.TERM)
                 if record.values and (term is None or self.history.is_current(int(term))):

@@ -56,6 +56,7 @@ _MEASURES: Final = (
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 PATH: Final = "/metrics"
 DEFAULT_PORT: Final = 9464
+_NO_OBJECTIVES: Final = FreshnessConfig()
 _POLL_S: Final = 0.5
 _CHECK_KAFKA_EVERY_S: Final = 15.0
 Labels = tuple[tuple[str, str], ...]
@@ -132,12 +133,11 @@ class JobMetrics(Collector):
     """
 
     def __init__(
-        self, job: str, workers: int, *, freshness: FreshnessConfig | None = None,
+        self, job: str, workers: int, freshness: FreshnessConfig = _NO_OBJECTIVES, *,
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self._job = job
-        self._freshness_config = freshness or FreshnessConfig()
-        self._freshness = FreshnessProgress(self._freshness_config)
+        self._freshness = FreshnessProgress(freshness)
         self._clock = clock
         self._heartbeats = RoleHeartbeats()
         self._by_source: dict[str, tuple[MetricSample, ...]] = {"job": (MetricSample("doll_job_workers", (), workers),)}
@@ -169,7 +169,7 @@ class JobMetrics(Collector):
             return
         if change is LineageChange.GENERATION:
             self._loss_trend = LossTrend()
-            self._freshness = FreshnessProgress(self._freshness_config)
+            self._freshness = FreshnessProgress(self._freshness.config)
             self._by_source = {"job": self._by_source["job"]}
         if isinstance(record, Update):
             self._updated(record)
@@ -191,7 +191,7 @@ class JobMetrics(Collector):
         }
 
     def _freshness_samples(self) -> Iterator[MetricSample]:
-        config = self._freshness_config
+        config = self._freshness.config
         for stage, counts in self._freshness.counts().items():
             values = {
                 "records_total": counts.records, "without_time_total": counts.bad,
@@ -204,9 +204,8 @@ class JobMetrics(Collector):
                 yield MetricSample(f"doll_freshness_{_prometheus_name(name)}", (("stage", stage),), value)
 
     def _histogram(self) -> HistogramMetricFamily:
-        text = "time from an event until it is learned, durable or served; see docs/guide/freshness.md"
+        text, bounds = "see docs/guide/freshness.md", [*map(str, BOUNDS_S), "+Inf"]
         family = HistogramMetricFamily("doll_freshness_seconds", text, labels=["job_name", "stage"])
-        bounds = [*map(str, BOUNDS_S), "+Inf"]
         for stage, counts in self._freshness.counts().items():
             buckets = list(zip(bounds, map(float, accumulate(counts.buckets)), strict=True))
             family.add_metric([self._job, stage], buckets, counts.sum_s)
@@ -272,7 +271,7 @@ def serve_metrics(config: JobConfig, services: Services) -> int:
     Raises:
         ServiceUnavailableError: Kafka does not answer at the start.
     """
-    metrics = JobMetrics(config.job, config.data.workers, freshness=config.freshness)
+    metrics = JobMetrics(config.job, config.data.workers, config.freshness)
     registry = CollectorRegistry()
     registry.register(metrics)
     topics = (config.topic("updates"), config.topic("metrics"))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 from doll.config.freshness import FreshnessConfig
+from doll.monitor.state import freshness
 from doll.monitor.state.freshness import FreshnessProgress, freshness_text
 from doll.records.control import ServedStatus
 from doll.records.event_times import NO_LATENCIES, EventTimes, LatencyCounts
@@ -38,11 +40,12 @@ def test_terms_and_servers_add_up_and_only_the_last_word_of_each_counts() -> Non
     assert 3.0 < stages["durable"].p99_s <= 5.0
 
 
-def test_many_model_servers_that_came_and_went_are_not_forgotten() -> None:
+def test_no_more_model_servers_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freshness, "_MAX_SERVERS", 3)
     progress = FreshnessProgress(FreshnessConfig())
-    for number in range(1500):
+    for number in (0, 1, 2, 3, 4, 2):
         progress.feed(served(str(number), 1.2))
-    assert progress.counts()["served"].records == 1500
+    assert progress.counts()["served"].records == 3
 
 
 def test_an_objective_is_met_by_the_share_of_all_records() -> None:
