@@ -15,11 +15,8 @@ _KEPT: Final = 100_000  # batches that no served version has
 
 
 class ServedEvents:
-    """Counts the events of each update when a version with this update is served, whichever is known first.
-
-    Attributes:
-        served: the times of all events except those of the first version, which may have been served before.
-    """
+    """Counts the events of each update when a version with this update is served, whichever is known first. Those of
+    the first version do not count, because they may have been served before."""
 
     def __init__(self, config: FreshnessConfig) -> None:
         self.served = NO_LATENCIES
