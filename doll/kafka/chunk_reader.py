@@ -462,7 +462,7 @@ class ChunkReader:
             reading.position = offsets.stop
             envelopes = [None] * len(offsets) if self._with_envelopes else []
             times_ms = () if self._times_of is None else [NO_TIME] * len(offsets)
-            values = [value] * len(offsets)
+            values: list[bytes | None] = [value] * len(offsets)
             self._send(Chunk(reading.where.number, offsets, values, -1, reading.number, envelopes, times_ms))
         else:
             reading.unreadable = None

@@ -43,9 +43,7 @@ def send_at(job: Pipeline, count: int, time_ms: int) -> None:
 def test_the_time_of_an_event_is_in_the_answer_of_the_version_that_has_learned_it(make_pipeline: MakePipeline) -> None:
     job = make_pipeline(
         "freshness.time.header=at", "stop.updates=1000", "freshness.event_to_learned_s=3600",
-        "freshness.event_to_served_s=3600",
-        "freshness.event_to_durable_s=0.001", "checkpoint.every_s=1000", "checkpoint.every_updates=1000",
-        "checkpoint.every_event_s=0.001", "worker.max_pending_batches=200",
+        "freshness.event_to_served_s=3600", "freshness.event_to_durable_s=0.001", "checkpoint.every_event_s=1",
     )  # fmt: skip
     port = free_port()
     job.start()
@@ -71,7 +69,6 @@ def test_the_time_of_an_event_is_in_the_answer_of_the_version_that_has_learned_i
         num_good = 16 + SAMPLES + 16
         total = num_good + 3 * WRONG
         job.until(lambda: job.status is not None and job.status.samples_total == total, "all samples")
-        # The newest events are of the last batches, so the checkpoint of them was due by event time.
         job.until_status(lambda status: status.durable_version == status.version, "a checkpoint of all")
         until(
             lambda: ask(port, job.config.job)["newest_event_s"] == newest_ms / 1000,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,8 @@ def event_clock(section: TimeConfig) -> Callable[[Sequence[Envelope], Sequence[b
     `NO_TIME` if it has none that can be read."""
     unit, field, header = section.unit, section.field, section.header
     kind = datetime if unit == "iso8601" else float
-    decode = msgspec.json.Decoder(msgspec.defstruct("Fields", [("time", kind)], rename={"time": field or ""})).decode
+    fields: Any = msgspec.defstruct("Fields", [("time", kind)], rename={"time": field or ""})
+    decode = msgspec.json.Decoder(fields).decode
 
     def read(record: Envelope, value: bytes | None) -> int:
         try:

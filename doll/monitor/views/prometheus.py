@@ -53,7 +53,7 @@ _MEASURES: Final = (
     "row_bytes", "plain_row_bytes", "row_request_bytes",
 )  # fmt: skip
 
-Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+Family = CounterMetricFamily | GaugeMetricFamily
 PATH: Final = "/metrics"
 DEFAULT_PORT: Final = 9464
 _NO_OBJECTIVES: Final = FreshnessConfig()
@@ -211,7 +211,7 @@ class JobMetrics(Collector):
             family.add_metric([self._job, stage], buckets, counts.sum_s)
         return family
 
-    def collect(self) -> Iterable[Family]:
+    def collect(self) -> Iterable[Family | HistogramMetricFamily]:
         """Return the metric families in the form of Prometheus' client library."""
         families: dict[str, Family] = {}
         names: dict[str, tuple[str, ...]] = {}
