@@ -60,6 +60,12 @@ def test_the_time_of_an_event_is_in_the_answer_of_the_version_that_has_learned_i
                 return False
 
         until(answers, lambda: job.log("serve"))
+
+        def served() -> ServedStatus | None:
+            records = [record for record in job.read("metrics") if isinstance(record, ServedStatus)]
+            return records[-1] if records else None
+
+        until(served, lambda: job.log("serve"))  # it reads the updates now
         send_at(job, WRONG, begun_ms // 1000)  # in seconds
         send_at(job, WRONG, begun_ms + 3 * 86_400_000)  # three days ahead
         job.send(job.samples(WRONG))  # without the header
@@ -78,10 +84,6 @@ def test_the_time_of_an_event_is_in_the_answer_of_the_version_that_has_learned_i
         assert (events.newest_ms, events.count, events.bad) == (newest_ms, num_good, 3 * WRONG)
         assert events.oldest_ms == begun_ms
         assert job.updates[-1].events == events
-
-        def served() -> ServedStatus | None:
-            records = [record for record in job.read("metrics") if isinstance(record, ServedStatus)]
-            return records[-1] if records else None
 
         until(lambda: (now := served()) is not None and now.served.newest_ms == newest_ms, lambda: str(served()))
     finally:
