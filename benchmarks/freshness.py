@@ -82,7 +82,7 @@ def on_this_machine(config: JobConfig, folder: Path) -> Iterator[Place]:
     path.write_text(dump(config), encoding="utf-8")
     doll = [sys.executable, "-m", "doll"]
     with (folder / "up.log").open("wb") as log, (folder / "serve.log").open("wb") as serve_log:
-        up = subprocess.Popen([*doll, "up", path, "--runs-folder", folder / "runs"], stdout=log, stderr=log)
+        up = subprocess.Popen([*doll, "up", path, "--parent-folder", folder / "runs"], stdout=log, stderr=log)
         serve = None
         try:
             run = wait_for(lambda: next((folder / "runs").glob("*/stack.json"), None), up, "the job").parent
@@ -155,15 +155,14 @@ class Events:
         return np.where(np.isnan(latencies), np.inf, latencies)
 
 
-def send(place: Place, topic: str, events: Events, options: argparse.Namespace) -> None:
-    """Send events at the rate, until the time is over and the last batch of each partition is full."""
+def send(place: Place, topic: str, events: Events, numbers: range, rate_per_s: float) -> None:
+    """Send these events, in turn to the partitions, at the rate."""
     producer = Producer({"bootstrap.servers": place.kafka, "linger.ms": 2, "acks": "all"})
-    begun_s, sent, last = time.monotonic(), 0, round(options.rate * options.seconds)
-    last += -last % (options.batch_size * options.partitions)
-    while sent < last:
-        due = min(last, round((time.monotonic() - begun_s) * options.rate))
+    begun_s, sent, partitions = time.monotonic(), numbers.start, len(events.num_sent)
+    while sent < numbers.stop:
+        due = min(numbers.stop, numbers.start + round((time.monotonic() - begun_s) * rate_per_s))
         for number in range(sent, due):
-            partition, at = number % options.partitions, number // options.partitions
+            partition, at = number % partitions, number // partitions
             events.sent_s[partition, at] = time.monotonic()
             events.num_sent[partition] = at + 1
             headers = [("at", str(time.time_ns() // 1_000_000).encode())]
@@ -214,17 +213,23 @@ def note_answer(weights: list[float], events: Events, batch_size: int, at_s: flo
 
 
 def measure(place: Place, config: JobConfig, options: argparse.Namespace) -> dict[str, Any]:
-    most = round(options.rate * options.seconds) // options.partitions + 2 * options.batch_size
-    events = Events(options.partitions, most)
-    sender = threading.Thread(target=send, args=(place, config.topic("samples"), events, options), daemon=True)
+    first = options.batch_size * options.partitions  # a batch of each partition, so that there is a version
+    last = -(-round(options.rate * options.seconds) // first) * first + first
+    events, topic = Events(options.partitions, last // options.partitions), config.topic("samples")
+    send(place, topic, events, range(first), options.rate)
     asker = Asker(place, config.job, options.partitions)
+    deadline_s = time.monotonic() + _READY_S
+    while asker.ask() is None:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("the model server does not answer")
+        time.sleep(0.05)
+    arguments = (place, topic, events, range(first, last), options.rate)
+    sender = threading.Thread(target=send, args=arguments, daemon=True)
     sender.start()
     begun_s, answers, deadline_s = time.monotonic(), 0, float("inf")
     while time.monotonic() < deadline_s:
         weights = asker.ask()
-        if weights is None:
-            time.sleep(0.05)
-        else:
+        if weights is not None:
             answers += 1
             note_answer(weights, events, options.batch_size, time.monotonic())
         time.sleep(options.ask_ms / 1000)
