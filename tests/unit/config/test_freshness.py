@@ -17,7 +17,7 @@ def job(**sections: Any) -> str:
 def test_a_text_is_the_name_of_a_field() -> None:
     config = parse(job(freshness={"time": "at", "event_to_served_s": 5}))
     assert config.freshness.time.field == "at"
-    assert [config.freshness.limit_s(stage) for stage in ("learned", "durable", "served")] == [None, None, 5]  # type: ignore[arg-type]
+    assert [config.freshness.limit_s(stage) for stage in ("learned", "durable", "served")] == [None, None, 5]
 
 
 @pytest.mark.parametrize(
