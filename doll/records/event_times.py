@@ -27,12 +27,12 @@ BOUNDS_S: Final = (  # of the histograms; the last bucket has no bound
     0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0,
     300.0, 900.0, 3600.0, 21_600.0, 86_400.0,
 )  # fmt: skip
-_MS_PER_UNIT: Final = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
-_MAX_MS: Final = 2**53
+MS_PER_UNIT: Final = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
+MAX_MS: Final = 2**53
 
 _InBatch = Annotated[int, msgspec.Meta(ge=0, le=10**9)]  # a sum over all batches still fits 64 bits
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=_MAX_MS)]
+_Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=MAX_MS)]
 
 
 def milliseconds(value: datetime | float, unit: Unit) -> int:
@@ -46,8 +46,8 @@ def milliseconds(value: datetime | float, unit: Unit) -> int:
             raise ValueError("expected a time zone, as in 2026-11-01T00:00:00Z")
         time_ms = value.timestamp() * 1000
     else:
-        time_ms = value * _MS_PER_UNIT[unit]
-    if not 0 <= time_ms <= _MAX_MS:
+        time_ms = value * MS_PER_UNIT[unit]
+    if not 0 <= time_ms <= MAX_MS:
         raise ValueError(f"expected a time in {unit} since 1970, got {value}")
     return int(time_ms)
 
