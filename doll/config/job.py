@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from doll.config.connections import KafkaConfig, RedisConfig
 from doll.config.data import DataConfig
 from doll.config.fleets import FleetConfig, ProcessesFleetConfig
+from doll.config.freshness import FreshnessConfig
 from doll.config.join import JoinConfig
 from doll.config.pipeline import PipelineConfig
 from doll.config.provision import PlanConfig, ProvisionConfig
@@ -51,6 +52,7 @@ class JobConfig(Section):
     stop: StopConfig = Field(default_factory=StopConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    freshness: FreshnessConfig = Field(default_factory=FreshnessConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     ps: PsConfig = Field(default_factory=PsConfig)
     log: LogConfig = Field(default_factory=LogConfig)
@@ -93,6 +95,9 @@ class JobConfig(Section):
             yield from self._topic_problems(data.topic)
         if data.join is not None:
             yield from self._join_problems(data.join)
+        is_json = data.samples_per_record == 1 and (data.format is None or data.format.kind == "json")
+        if self.freshness.time.field is not None and not is_json:
+            yield "freshness.time.field: expected records that are JSON objects, one sample in each: name a header"
         rates = self.arrivals.rate_per_s
         if isinstance(rates, list) and not data.asks_kafka and len(rates) != (streams := data.num_partitions):
             yield f"arrivals.rate_per_s: expected {streams} rates (data.partitions or data.workers), got {len(rates)}"

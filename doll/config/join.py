@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.section import LONGEST_S, Section
+from doll.records.event_times import Unit
 
-Unit = Literal["s", "ms", "us", "ns", "iso8601"]
 OWN_FIELDS: Final = (
     "doll_label_age_s", "doll_is_correction", "doll_replaced_label", "doll_features", "doll_labels",
 )  # fmt: skip
@@ -18,12 +18,9 @@ def _as_field(value: Any) -> Any:
     return {"field": value} if isinstance(value, str) else value
 
 
-class KeyConfig(Section):
-    """Where a record has its key: in a field of the value, or in a header; default: Kafka's key. A text is the name of
-    a field."""
-
+class _Place(Section):
     field: str | None = None
-    """name of the field of the value; a number is used as its decimal text"""
+    """name of the field of the value; of a key, a number is used as its decimal text"""
     header: str | None = None
     """name of the header; if a record has several, the last one counts"""
 
@@ -34,12 +31,15 @@ class KeyConfig(Section):
         return self
 
 
-class TimeConfig(Section):
-    """Where a record has its event time: in a field of the value; default: Kafka's timestamp. A text is the name of a
-    field."""
+class KeyConfig(_Place):
+    """Where a record has its key: in a field of the value, or in a header; default: Kafka's key. A text is the name of
+    a field."""
 
-    field: str | None = None
-    """name of the field of the value"""
+
+class TimeConfig(_Place):
+    """Where a record has its event time: in a field of the value, or in a header, as a text; default: Kafka's
+    timestamp. A text is the name of a field."""
+
     unit: Unit = "ms"
     """unit of a number: s, ms, us or ns since 1970-01-01 UTC; iso8601: a text with a time zone, as in
     2026-11-01T00:00:00Z"""

@@ -38,6 +38,9 @@ class CheckpointConfig(Section):
     """a checkpoint is due after this many updates"""
     every_s: PositiveFloat = 2.0
     """a checkpoint is also due after this time, if there are new updates"""
+    every_event_s: PositiveFloat | None = Field(default=None, le=LONGEST_S)
+    """a checkpoint is also due when the newest event in the model is this much newer, by event time, than the newest
+    one in the last checkpoint; null: only the other rules apply"""
     keep: int = Field(default=3, le=10_000, ge=2)
     """number of newest checkpoints that are kept; at least 2, in case the newest one is damaged. Versions with an alias
     or a pin (`doll versions`) are kept in addition, until the alias and the pin are removed"""

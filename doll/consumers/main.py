@@ -36,6 +36,7 @@ from doll.consumers.compute.weights_ahead import DeltaReader
 from doll.consumers.faust_app import DollApp, make_app, run_faust
 from doll.consumers.intake.batching import stream_buffer_records
 from doll.consumers.intake.dead_letters import DeadLetters, Decoder
+from doll.consumers.intake.event_clock import event_clock
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.lifecycle.spot_notices import watch_spot_notices
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
@@ -266,6 +267,7 @@ class _WorkerProcess:
         return ChunkReader(
             config, self._services, config.topic("samples"), (), group=f"doll-{config.job}-w{self._worker}",
             max_chunk_records=max(1, stream_buffer_records(config) // 2), with_envelopes=self._task.reads_envelopes,
+            times_of=event_clock(config.freshness.time),
         )  # fmt: skip
 
     def _link(self, welcome: Welcome) -> ControlLink | None:

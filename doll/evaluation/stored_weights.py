@@ -18,6 +18,7 @@ from doll.model.flat_model import FlatModel, fingerprint
 from doll.optim.optimizer import AVERAGE, WEIGHTS
 from doll.ps.tables.bounded_table import CheckpointRows, stored_bounded_rows
 from doll.ps.tables.store import stored_rows
+from doll.records.event_times import NO_EVENTS, EventSpan
 from doll.records.rollbacks import Rollback
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.stores import open_store
@@ -45,6 +46,7 @@ class StoredWeights(NamedTuple):
         run_id: id of the run, as in `TermStarted`; "": not known.
         samples: number of usable samples that the version has learned from; -1: not known.
         layers: changed rows of each table, by name, which replace rows of `tables` and `bounded`.
+        events: event times of the records that the version has learned; `NO_EVENTS`: not known.
     """
 
     version: int
@@ -57,6 +59,7 @@ class StoredWeights(NamedTuple):
     run_id: str = ""
     samples: int = -1
     layers: Mapping[str, RowLayers] = _NO_LAYERS
+    events: EventSpan = NO_EVENTS
 
     def load_into(self, model: FlatModel) -> None:
         """Load these weights and rows into `model`."""
@@ -146,7 +149,7 @@ def weights_of(
     known = _decoded(checkpoint.state)
     return StoredWeights(
         checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint, tables, bounded, is_average,
-        known.run_id, known.samples_total,
+        known.run_id, known.samples_total, events=known.events,
     )  # fmt: skip
 
 
@@ -156,6 +159,7 @@ class _EngineState(msgspec.Struct):
     run_id: str = ""
     samples_total: int = -1
     rollbacks: tuple[Rollback, ...] = ()
+    events: EventSpan = NO_EVENTS
 
 
 def rollbacks_in(state: bytes) -> tuple[Rollback, ...]:

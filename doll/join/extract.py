@@ -13,11 +13,10 @@ import msgspec
 from doll.config.join import OWN_FIELDS, FeaturesConfig, JoinConfig, KeyConfig, LabelConfig, TimeConfig
 from doll.errors import SampleError
 from doll.records.bounded import short
+from doll.records.event_times import MAX_MS, MS_PER_UNIT, header_ms, milliseconds
 from doll.records.join_log import FEATURES
 
 MAX_KEY_BYTES: Final = 1_024
-_MS_PER_UNIT: Final = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
-_MAX_MS: Final = 2**53
 _NOTHING: Any = Literal["\0a text that no field has"]
 Headers = Sequence[tuple[str, bytes | None]]
 _BRACE: Final = {ord("{")}
@@ -51,6 +50,7 @@ class Extractor:
         self._max_record_bytes = max_record_bytes
         self._key, self._time = section.key, section.time
         self._label = section if isinstance(section, LabelConfig) else None
+        self._reads_headers = section.key.header is not None or section.time.header is not None
         self._constant = b""
         self._numeric = False
         wanted: dict[str, tuple[str, Any]] = {}  # name of the field: name in the struct, type
@@ -92,7 +92,7 @@ class Extractor:
         only a newline between them inside of a value. So no value can take a part of the next one, and a line with two
         values shows in the number of them.
         """
-        if self._key.header is not None or self._numeric or not all(values):
+        if self._reads_headers or self._numeric or not all(values):
             return None
         lines = cast(Sequence[bytes], values)
         opens, ends = {value[0] for value in lines}, {value[-2:] for value in lines}
@@ -125,9 +125,9 @@ class Extractor:
         if self._time.field is None:
             times_ms: list[Any] = [time_ms for kind, time_ms in timestamps if kind != _NO_TIMESTAMP]
         else:
-            unit_ms = _MS_PER_UNIT[self._time.unit]
+            unit_ms = MS_PER_UNIT[self._time.unit]
             times_ms = [item.time * unit_ms for item in fields]
-        if len(times_ms) != len(fields) or not 0 <= min(times_ms) <= max(times_ms) <= _MAX_MS:
+        if len(times_ms) != len(fields) or not 0 <= min(times_ms) <= max(times_ms) <= MAX_MS:
             return None
         return [int(time_ms) for time_ms in times_ms]
 
@@ -165,7 +165,7 @@ class Extractor:
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise self._refusal(value, exc) from None
         key_bytes = _key(self._key, getattr(fields, "key", None), key, headers)
-        time_ms = _time_ms(self._time, getattr(fields, "time", None), timestamp)
+        time_ms = _time_ms(self._time, getattr(fields, "time", None), timestamp, headers)
         if self._label is None:
             body = value.strip()[:-1].rstrip()
             return Extracted(key_bytes, time_ms, body if body == b"{" else body + b",")
@@ -176,7 +176,7 @@ class Extractor:
             raise Bad("empty", "no value: expected a JSON object")
         if self._key.field is not None or self._time.field is not None:
             raise Bad("empty", "no value, and data.join reads the key or the time from fields of the value")
-        return Extracted(_key(self._key, None, key, headers), _time_ms(self._time, None, timestamp), b"")
+        return Extracted(_key(self._key, None, key, headers), _time_ms(self._time, None, timestamp, headers), b"")
 
     def _refusal(self, value: bytes, error: Exception) -> Bad:
         """Return why a value cannot be decoded."""
@@ -231,18 +231,16 @@ def _key(section: KeyConfig, field_value: Any, key: bytes | None, headers: Heade
     return content
 
 
-def _time_ms(section: TimeConfig, field_value: Any, timestamp: tuple[int, int]) -> int:
-    if section.field is None:
+def _time_ms(section: TimeConfig, field_value: Any, timestamp: tuple[int, int], headers: Headers) -> int:
+    if section.field is None and section.header is None:
         kind, time_ms = timestamp
         if kind == _NO_TIMESTAMP or time_ms < 0:
             raise Bad("no_time", "no event time: Kafka has no timestamp of the record")
         return time_ms
-    if isinstance(field_value, datetime):
-        if field_value.tzinfo is None:
-            raise Bad("no_time", f"{section.field}: expected a time zone, as in 2026-11-01T00:00:00Z")
-        milliseconds = field_value.timestamp() * 1000
-    else:
-        milliseconds = field_value * _MS_PER_UNIT[section.unit]
-    if not 0 <= milliseconds <= _MAX_MS:
-        raise Bad("no_time", f"{section.field}: expected a time in {section.unit} since 1970, got {field_value}")
-    return int(milliseconds)
+    where = section.field or f"header {section.header}"
+    try:
+        if section.header is not None:
+            return header_ms(headers, section.header, section.unit)
+        return milliseconds(field_value, section.unit)
+    except (ValueError, OverflowError) as exc:
+        raise Bad("no_time", f"{where}: {short(exc)}") from None

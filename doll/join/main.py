@@ -141,7 +141,8 @@ class _Session:
         self._router = Router(join, count, config.data.max_record_bytes)
         self._shards: dict[int, _Shard] = {}
         self._skew_ms = 0
-        self._reads_headers = any(section.key.header is not None for section in (join.features, *join.labels))
+        sections = (join.features, *join.labels)
+        self._reads_headers = any(item.key.header or item.time.header for item in sections)
         self._counts = dict.fromkeys(names.JOINED_TOTALS, 0)
         self._initial: dict[Place, Committed] = {}  # first offsets that were not committed yet
         self._is_whole = True  # no transaction has failed: what is decided and not committed yet may be committed

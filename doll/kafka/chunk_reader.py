@@ -24,6 +24,7 @@ from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import is_denial, make_consumer, reason_of
 from doll.kafka.reader import Partition, end_of_unreadable, unreadable, unreadable_headers
 from doll.kafka.topic_plan import batch_limit_bytes
+from doll.records.event_times import NO_TIME
 from doll.records.refusals import UnreadValue
 from doll.task.records import Envelope
 from doll.telemetry import get_logger
@@ -74,6 +75,8 @@ class Chunk(NamedTuple):
     reading: int = 0  # see `ReadFrom`, as in the other deliveries
     # If requested, the client's message for each value; None for an `UnreadValue`.
     envelopes: Sequence[Envelope | None] = ()
+    # If requested, the event time of each record (`doll.records.event_times`).
+    times_ms: Sequence[int] = ()
 
 
 class NoRecordBelow(NamedTuple):
@@ -125,6 +128,7 @@ class ReadFrom(NamedTuple):
     reading: int = 0
 
 
+TimesOf: TypeAlias = Callable[[Sequence[Envelope], Sequence[bytes | None]], Sequence[int]]
 Delivery: TypeAlias = Chunk | NoRecordBelow | OutOfRange | Truncated | Exception
 
 
@@ -164,13 +168,15 @@ class ChunkReader:
 
     def __init__(
         self, config: JobConfig, services: Services, topic: str, partitions: Iterable[ReadFrom], *, group: str,
-        max_chunk_records: int = MAX_CHUNK_RECORDS, with_envelopes: bool = False,
+        max_chunk_records: int = MAX_CHUNK_RECORDS, with_envelopes: bool = False, times_of: TimesOf | None = None,
     ) -> None:  # fmt: skip
+        """`times_of`: returns the event times of records with these values; None: event times are not read."""
         self._config, self._services, self._group = config, services, group
         self._max_record_bytes = config.data.max_record_bytes
         self._unpacked_limit_bytes = batch_limit_bytes(config)
         self._topic = topic
         self._with_envelopes = with_envelopes
+        self._times_of = times_of
         # Created with the first partition: a new client begins to read in 0.01 s, but a client without a partition
         # may take a second after it gets one.
         self._consumer: Any = None
@@ -422,7 +428,9 @@ class ChunkReader:
                 None if isinstance(value, UnreadValue) else record
                 for value, record in zip(values, records, strict=True)
             ]
-        self._send(Chunk(reading.where.number, offsets, values, _leader_epoch(records[-1]), reading.number, envelopes))
+        times_ms = () if self._times_of is None else self._times_of(records, values)
+        leader_epoch = _leader_epoch(records[-1])
+        self._send(Chunk(reading.where.number, offsets, values, leader_epoch, reading.number, envelopes, times_ms))
         reading.position = last + 1
 
     def _within_limit(self, value: bytes | None) -> bytes | None:
@@ -453,7 +461,9 @@ class ChunkReader:
         if offsets:
             reading.position = offsets.stop
             envelopes = [None] * len(offsets) if self._with_envelopes else []
-            self._send(Chunk(reading.where.number, offsets, [value] * len(offsets), -1, reading.number, envelopes))
+            times_ms = () if self._times_of is None else [NO_TIME] * len(offsets)
+            values: list[bytes | None] = [value] * len(offsets)
+            self._send(Chunk(reading.where.number, offsets, values, -1, reading.number, envelopes, times_ms))
         else:
             reading.unreadable = None
             self._assign([reading.where.number])

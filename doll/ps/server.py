@@ -43,6 +43,7 @@ from doll.ps.engine.limit import LimitWatch
 from doll.ps.engine.measures import PolicyMeasures
 from doll.ps.engine.stopping import StallDetector
 from doll.ps.event_log import FileEventLog
+from doll.ps.freshness import FreshnessMeter
 from doll.ps.model.model_host import ModelHost
 from doll.records.control import (
     AnyRecord,
@@ -149,6 +150,7 @@ class ParameterServer:
         # The update that was applied last, and the function that makes its record.
         self._unreported: tuple[ev.ApplyUpdate, Callable[[], Update]] | None = None
         self._measures = PolicyMeasures(engine, weights_bytes=HEADER_BYTES + 4 * host.num_values)
+        self._freshness = FreshnessMeter(config.freshness)
         self._status_at_s = 0.0
         self._leader_since_s = time.time()
         self._stall = StallDetector(clock())
@@ -270,6 +272,7 @@ class ParameterServer:
         """
         if (version := self.checkpoints.poll()) is not None:
             fault_point("ps.after_checkpoint")
+            self._freshness.stored(version, time.time())
             self.feed(ev.CheckpointStored(version=version))
         self.feed(ev.Tick())
         now = self._clock()
@@ -346,6 +349,7 @@ class ParameterServer:
             tables=tuple(
                 TableStatus(name=name, **totals._asdict()) for name, totals in self._host.table_totals().items()
             ),
+            learned=self._freshness.learned, durable=self._freshness.durable,
         )  # fmt: skip
 
     # --- actions ----------------------------------------------------------------------------------------------------
@@ -439,7 +443,9 @@ class ParameterServer:
             return
         (update, make_record), self._unreported = self._unreported, None
         self._measures.applied(update)
-        self._send_update(make_record())
+        record = make_record()
+        self._freshness.applied(update, record.time_s)
+        self._send_update(record)
         fault_point("ps.after_update", self._flush_for_fault_point)
 
     def _flush_for_fault_point(self) -> None:
@@ -618,6 +624,7 @@ def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply
         - min((batch.granted_at_s for item in update.sets for batch in item.batches), default=now),
         time_s=time.time(),
         settled=update.settled,
+        events=update.events,
     )
 
 
@@ -631,7 +638,7 @@ def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
         store_s=push.store_s / size, wait_s=pushed.wait_s, grant_to_push_s=item.received_at_s - batch.granted_at_s,
         market=push.market, held_back=push.holds_back, set_grant_id=item.grant_id,
         batches=batch.count, cut=batch.cut, loss_sum=pushed.loss_sum, weight=pushed.weight,
-        shared_loss=pushed.shared_loss,
+        shared_loss=pushed.shared_loss, times=pushed.times,
     )  # fmt: skip
 
 

@@ -97,6 +97,7 @@ def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
         set_limit_s=config.worker.set_limit_s,
         checkpoint_every_updates=config.checkpoint.every_updates,
         checkpoint_every_s=config.checkpoint.every_s,
+        checkpoint_every_event_s=config.checkpoint.every_event_s,
         sum_reduction=_takes_sum(config.training),
         divides_steps=(policy.averages_workers and policy.sends_steps) or policy.sparse_push is not None,
         divides_lr=policy.averages_workers and not policy.sends_steps,

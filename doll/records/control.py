@@ -18,11 +18,12 @@ import msgspec
 
 from doll.errors import RecordError, SchemaVersionError
 from doll.records.bounded import printable
+from doll.records.event_times import NO_EVENTS, EventSpan, EventTimes, LatencyCounts
 
 MAGIC: Final = 0xD0
-SCHEMA_VERSION: Final = 10
+SCHEMA_VERSION: Final = 11
 # 9 adds sample weights: a release with 8 would divide by the number of samples. 10 adds the number of workers that
-# divides a step: a release with 9 would make the whole step.
+# divides a step: a release with 9 would make the whole step. 11 adds event times, which a release with 10 refuses.
 READABLE: Final = range(8, SCHEMA_VERSION + 1)
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 MOST_UNREAD: Final = 8  # maximum number of partitions in `Alive.most_unread`
@@ -99,11 +100,17 @@ class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight: float | None = None  # sum of the weights of the usable samples; None: each weight is 1
     # Mean loss of the worker's weights on the samples that all workers evaluate. The short name keeps updates small.
     shared_loss: float | None = msgspec.field(default=None, name="sl")
+    times: EventTimes | None = msgspec.field(default=None, name="t")  # of its learned records; None: not known
     packed: tuple[bytes, ...] = ()  # `dead`, `gaps`, `lost` as bits: only in encoded records, and only if shorter
 
     @property
     def total_weight(self) -> float:
         return float(self.n_samples) if self.weight is None else self.weight
+
+    @property
+    def known_times(self) -> EventTimes:
+        """The event times; without times if a worker of an earlier release has sent the batch."""
+        return self.times or EventTimes(bad=self.n_samples)
 
 
 class PushedBatch(BatchOutcome, frozen=True, kw_only=True):
@@ -401,6 +408,7 @@ class Update(ControlRecord, frozen=True):
     grant_to_update_s: float = 0.0  # from the first grant of the group to the new weights
     time_s: float = 0.0
     settled: tuple[tuple[int, int], ...] = ()  # (partition, until): batches below `until` are complete
+    events: EventSpan = NO_EVENTS  # the event times of all records in the version
 
     @property
     def total_weight(self) -> float:
@@ -556,6 +564,17 @@ class ServerStatus(ControlRecord, frozen=True):
     source_ended: bool = False  # this server knows where a source has ended
     skipped: tuple[tuple[str, int], ...] = ()  # (reason, samples left out) of the applied batches
     tables: tuple[TableStatus, ...] = ()  # the bounded tables
+    learned: LatencyCounts | None = None  # from the events to the model, since this term began; None: not measured
+    durable: LatencyCounts | None = None  # from the events to a checkpoint, likewise
+
+
+class ServedStatus(ControlRecord, frozen=True):
+    """The freshness of a model server's process, sent once a second to `metrics`."""
+
+    server: str  # random name of the process
+    time_s: float
+    term: int  # of the served version
+    served: LatencyCounts  # from the events to a version that answers, since the process began
 
 
 class ProvisionDecision(ControlRecord, frozen=True):
@@ -593,7 +612,7 @@ AnyRecord = (
     | Welcome | Grant | NewVersion | RowsStored | Flush | Settle | Durable | Hello | Fence | Stop
     | Attach | Attached | Ping | Detach
     | TermStarted | Update | Finished
-    | DeadLetter | Metric | ServerStatus | ProvisionDecision
+    | DeadLetter | Metric | ServerStatus | ServedStatus | ProvisionDecision
 )  # fmt: skip
 
 _Batch = TypeVar("_Batch", bound=BatchOutcome)

@@ -19,7 +19,7 @@ STATUS_LIMIT_BYTES: Final = 1_800_000  # before compression
 _MOST_REASONS: Final = 500  # reasons of up to 200 characters, which may compress badly
 _STATUS_BYTES: Final = 256  # size of a worker without its `waiting_for`
 _ESSENTIAL_BYTES: Final = 128  # size of a worker with only the fields `_DECIDED_BY`
-_MEMBER_BYTES: Final = 320  # size of a batch in an update, with few dead letters
+_MEMBER_BYTES: Final = 416  # size of a batch in an update, with few dead letters
 _NAMED_IN_MEMBER: Final = 64  # a batch of so many records fits `_MEMBER_BYTES`, whichever of them are refused
 _SURE_BYTES: Final = 1_200  # more than a worker needs with a `waiting_for` of 200 characters
 # Fields that other processes use for decisions: whether the worker is live, process, machine, last record.

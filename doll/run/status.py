@@ -18,6 +18,7 @@ from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport, named
 from doll.ledger.lineage import GenerationFilter, UpdatesRecord
 from doll.ledger.snapshot_counts import read_counts
+from doll.monitor.state.freshness import freshness_text
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.progress import JobSnapshot, ProgressModel, skipped_text
 from doll.monitor.views.run_report import summary
@@ -76,6 +77,8 @@ class JobStatus:
             lines.append(snapshot.policy.text())
         if snapshot.join is not None:
             lines.append(snapshot.join.text() + ("; see doll dead list" if snapshot.join.refused else ""))
+        if fresh := freshness_text(snapshot.freshness):
+            lines.append(fresh)
         if dead := snapshot.dead.text():
             lines.append(f"{dead}; see doll dead list")
         if skipped := skipped_text(snapshot.skipped):

@@ -239,6 +239,7 @@ class ServeApp:
             "term": version.place.term,
             "age_s": round(max(0.0, time.time() - version.made_s), 3),
             "samples_behind": max(0, newest - version.samples) if is_known else None,
+            "newest_event_s": version.events.newest_ms / 1000 if version.events.count else None,
             "stale": bool(lane.stale),
         }
         if lane.stale:

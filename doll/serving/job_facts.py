@@ -11,15 +11,17 @@ from typing import Final, NamedTuple
 from doll.evaluation.stored_weights import Place
 from doll.ledger.lineage import Lineage, UpdatesRecord
 from doll.records.control import AnyRecord, Finished, ServerStatus, Update
+from doll.records.event_times import EventSpan
 
 _KEPT: Final = 1000  # versions: a served one may be older than the newest by this number
 
 
 class VersionOrigin(NamedTuple):
-    """The origin of a version: the Unix time of its update, and the number of usable samples that it has learned."""
+    """The origin of a version: the Unix time of its update, and the samples that it has learned, with event times."""
 
     time_s: float
     samples: int
+    events: EventSpan
 
 
 class JobFacts:
@@ -55,7 +57,8 @@ class JobFacts:
             self.is_finished = isinstance(record, Finished)
             if isinstance(record, Update):
                 self.samples = record.samples_total
-                self._origins[Place(record.term, record.version)] = VersionOrigin(record.time_s, record.samples_total)
+                origin = VersionOrigin(record.time_s, record.samples_total, record.events)
+                self._origins[Place(record.term, record.version)] = origin
                 if len(self._origins) > _KEPT:
                     self._origins.popitem(last=False)
 

@@ -26,6 +26,7 @@ class ServedVersion:
     Attributes:
         made_s: Unix time of its update; if that is not known, the time when the version was read.
         samples: number of usable samples that it has learned from; `UNKNOWN` if not known.
+        events: their event times; `NO_EVENTS` if not known.
     """
 
     def __init__(self, stored: StoredWeights) -> None:
@@ -33,6 +34,7 @@ class ServedVersion:
         self.is_average: Final = stored.is_average
         self.made_s = time.time()
         self.samples = stored.samples
+        self.events = stored.events
 
 
 class Lane:

@@ -6,24 +6,28 @@ stale.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from doll.config import JobConfig
 from doll.errors import CheckpointError, ConfigError, SampleError, ServiceUnavailableError
 from doll.evaluation.stored_weights import StoredWeights, rollbacks_in
 from doll.evaluation.weight_follower import BLOBS, CHECKPOINTS, ROWS, WeightFollower
+from doll.kafka.publisher import Publisher
 from doll.kafka.reader import Partition, Reader
 from doll.ledger.lineage import UpdatesRecord
+from doll.records.control import ServedStatus
 from doll.records.rollbacks import Rollback
 from doll.services import Services
 from doll.serving.job_facts import JobFacts
 from doll.serving.model_copies import Lane, ModelCopies, ModelCopy
+from doll.serving.served_events import ServedEvents
 from doll.storage.checkpoints import resolve_version
 from doll.storage.stores import open_blobs, open_store
 from doll.storage.version_marks import LATEST
@@ -40,6 +44,8 @@ _RECONNECT_S: Final = 2.0
 _READ_S: Final = 0.2
 _LOOKUP_S: Final = 5.0
 _END_S: Final = 1.0
+_REPORT_EVERY_S: Final = 1.0
+_QUEUE: Final[dict[str, Any]] = {"queue_buffering_max_messages": 10}  # while Kafka is away, reports are dropped
 _MAX_SHARE: Final = 0.25  # maximum share of a CPU for reading versions
 
 
@@ -77,6 +83,8 @@ class VersionLoader:
         self._reconnect_at_s = float("-inf")
         self._look_at_s = dict.fromkeys(copies.lanes, float("-inf"))
         self.newest_samples = -1
+        self._events = ServedEvents(config.freshness)
+        self._name = secrets.token_hex(4)
         self._rollbacks: tuple[Rollback, ...] = ()
         self._rollbacks_of_term = -1
         self._rollbacks_at_s = float("-inf")
@@ -111,7 +119,9 @@ class VersionLoader:
         while not self._stop.wait(pause_s):
             began_s = time.thread_time()
             while self._records:
-                self._follower.feed(self._records.popleft())
+                record = self._records.popleft()
+                self._follower.feed(record)
+                self._events.feed(record)
             if time.monotonic() >= self._reconnect_at_s:
                 self._reconnect_at_s = time.monotonic() + _RECONNECT_S
                 self._use_services(self._find_services())
@@ -160,7 +170,7 @@ class VersionLoader:
                 continue
             place = copy.version.place
             if (made := self.facts.origin(place)) is not None:
-                copy.version.made_s, copy.version.samples = made
+                copy.version.made_s, copy.version.samples, copy.version.events = made
             lane.left = next((each.text() for each in self._rollbacks if each.leaves(*place)), "")
         served = [lane.copy.version for lane in self._copies.lanes if lane.copy is not None]
         newest = max(served, key=lambda version: version.place, default=None)
@@ -200,7 +210,9 @@ class VersionLoader:
             copy = self._copies.load(lane, stored, self._check)
         except SampleError as exc:
             raise CheckpointError(f"version {stored.version} is not served: {exc}") from exc
-        if lane.wanted != LATEST:  # `latest` changes many times per second
+        if lane.wanted == LATEST:
+            self._events.swapped(copy.version.place, time.time())
+        else:  # `latest` changes many times per second
             log.info("version_served", wanted=lane.wanted, version=copy.version.place.version)
         self._on_swap()
 
@@ -249,15 +261,20 @@ class VersionLoader:
             # If a checkpoint identifies the run, the last record shows its progress; otherwise read the history.
             return max(low, high - 1) if knows_run else low
 
-        check_at_s = 0.0
+        check_at_s = report_at_s = 0.0
         reader = Reader(self._config, services, "serve", (updates, metrics), start, lookup_timeout_s=_LOOKUP_S)
-        with closing(reader):
+        with closing(reader), ExitStack() as opened:
+            publisher = Publisher(self._config, services, **_QUEUE)
+            opened.callback(publisher.discard)
             self._kafka_problem = ""
             while not self._stop.is_set():
                 for entry in reader.poll(_READ_S):
                     self.facts.feed(entry.record, time.monotonic())
                     if isinstance(entry.record, UpdatesRecord):
                         self._records.append(entry.record)
+                if time.monotonic() >= report_at_s:
+                    report_at_s = time.monotonic() + _REPORT_EVERY_S
+                    self._report(publisher, metrics.topic)
                 if time.monotonic() < check_at_s:
                     continue
                 check_at_s = time.monotonic() + _RECONNECT_S
@@ -265,3 +282,11 @@ class VersionLoader:
                 self._kafka_problem = "" if answers else f"Kafka at {services.kafka} does not answer"
                 if not answers and self._find_services() not in (services, None):
                     return
+
+    def _report(self, publisher: Publisher, topic: str) -> None:
+        """Report to the job how fresh the served versions are, if it can be told."""
+        publisher.poll()
+        place = next((lane.place for lane in self._copies.lanes if lane.wanted == LATEST), None)
+        if place is not None:
+            served, now_s = self._events.served, time.time()
+            publisher.try_send(topic, ServedStatus(server=self._name, time_s=now_s, term=place.term, served=served))

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 from doll.records.control import AnyRecord
+from doll.records.event_times import EventTimes, LatencyCounts, event_times_of
 from hypothesis import strategies as st
 
 TYPES: tuple[type[msgspec.Struct], ...] = get_args(AnyRecord)
@@ -38,6 +39,10 @@ def strategy(annotation: Any) -> st.SearchStrategy[Any]:
         return st.tuples(*map(strategy, args))
     if origin is not None and issubclass(origin, typing.Mapping):
         return st.dictionaries(strategy(args[0]), strategy(args[1]), max_size=3)
+    if annotation is EventTimes:
+        return st.lists(st.integers(-1, 2**53), max_size=20).map(lambda times: event_times_of(times, 2**52, 1000))
+    if annotation is LatencyCounts:
+        return st.lists(st.integers(0, 2**60), min_size=26, max_size=26).map(lambda counts: LatencyCounts((*counts,)))
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         return struct_of(annotation)
     raise AssertionError(f"no strategy for {annotation!r}")

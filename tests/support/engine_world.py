@@ -51,6 +51,7 @@ from doll.records.control import (
     Stop,
     Welcome,
 )
+from doll.records.event_times import EventTimes
 from doll.storage.blobs import weights_key
 from engine_invariants import check_engine
 from msgspec import structs
@@ -445,10 +446,15 @@ class World(worlds.World[Process]):
                 done += [raw for raw in [batcher.cut()] if raw is not None]
             for raw in done:
                 offsets = tuple(raw.offsets)
-                batch = Batch(raw.number, offsets, len(offsets), self.now, partition=process.worker)
+                times = self.times_of(process.worker, offsets)
+                batch = Batch(raw.number, offsets, len(offsets), self.now, partition=process.worker, times=times)
                 self.do(process, core.batch_ready(batch))
             if done:
                 return
+
+    def times_of(self, partition: int, offsets: Sequence[int]) -> EventTimes | None:
+        """The event times of these records."""
+        return None
 
     def compute(self, process: Process, *, blob_lost: bool = False, end_set: bool = False) -> None:
         """One batch of the set under way; with the last one, or where the set ends early, its blob and its push."""

@@ -50,6 +50,7 @@ class RawBatch(Generic[R]):
     count: int = 1
     leader_epoch: int = -1
     envelopes: list[Envelope | None] = field(default_factory=list)
+    times_ms: list[int] = field(default_factory=list)  # event time of each value; empty: not known
 
     @property
     def offsets(self) -> Sequence[int]:
@@ -130,6 +131,7 @@ class PartitionBatcher(Generic[R]):
         values: Sequence[R],
         leader_epoch: int = -1,
         envelopes: Sequence[Envelope | None] = (),
+        times_ms: Sequence[int] = (),
     ) -> Iterator[RawBatch[R]]:
         """Take the next records of the log, and yield each batch that they complete, in order.
 
@@ -142,7 +144,7 @@ class PartitionBatcher(Generic[R]):
             offsets: ascending offsets, preferably a `range` if none is missing.
             values: one value for each offset.
             leader_epoch: leader epoch of the last record; -1: unknown.
-            envelopes: one for each value in every call, or none in every call.
+            envelopes, times_ms: one for each value in every call, or none in every call.
         """
         self._leader_epoch = leader_epoch
         at, end = bisect_left(offsets, self.next_offset), len(offsets)
@@ -153,6 +155,7 @@ class PartitionBatcher(Generic[R]):
                 until = _first_missing(offsets, at, until)
             self._batch.values += values[at:until]
             self._batch.envelopes += envelopes[at:until]
+            self._batch.times_ms += times_ms[at:until]
             self.next_offset = offsets[until - 1] + 1
             at = until
             if self.next_offset == self._batch.hi:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final
 
+import numpy as np
+
 from doll.config import JobConfig
 from doll.consumers.channels.kafka_channel import WorkerChannel
 from doll.consumers.intake.batching import BatchBuffer, PartitionBatcher, RawBatch, Value, buffer_capacity
@@ -30,6 +32,7 @@ from doll.errors import ConfigError, ServiceUnavailableError, TaskError
 from doll.kafka.chunk_reader import Chunk, ChunkReader, Learned, NoRecordBelow, OutOfRange, ReadFrom, Truncated
 from doll.records.bounds import Bounds, Cuts
 from doll.records.control import MOST_UNREAD
+from doll.records.event_times import EventTimes, event_times_of
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -94,6 +97,7 @@ class SampleIntake:
         self._decoder = decoder
         self._topic = config.topic("samples")
         self._size = config.data.records_per_batch
+        self._max_ahead_ms = round(1000 * config.freshness.max_ahead_s)
         self._deleted_records = DeletedRecords(config, core, channel, process_exit)
         self._num_changes = -1  # how many times the served partitions have changed
         self.streams: dict[int, PartitionStream] = {}
@@ -166,7 +170,9 @@ class SampleIntake:
             batches = stream.batcher.skip_to(delivery.offset)
         else:
             stream.fed_at_s = stream.progress_at_s = time.monotonic()
-            batches = stream.batcher.feed(delivery.offsets, delivery.values, delivery.leader_epoch, delivery.envelopes)
+            batches = stream.batcher.feed(
+                delivery.offsets, delivery.values, delivery.leader_epoch, delivery.envelopes, delivery.times_ms
+            )
         if self.buffer.cut(delivery.partition, batches):
             self.reader.pause()
         self._changed.set()
@@ -238,7 +244,7 @@ class SampleIntake:
                 skipped = SkippedRange(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost))
                 self._do(core.skip(number, skipped))
             else:
-                self._do(core.batch_ready(_batch(raw, decoded)))
+                self._do(core.batch_ready(_batch(raw, decoded, self._max_ahead_ms)))
         if not decoded_batches:
             self._decoded.pop(number, None)
 
@@ -346,10 +352,20 @@ def stall_problem(progress_at_s: float, timeout_s: float) -> str:
     return f"records are there and none has come for {stalled_s:.0f} s (worker.stall_timeout_s): starting again"
 
 
-def _batch(raw: RawBatch[Any], decoded: DecodedBatch) -> Batch:
+def _batch(raw: RawBatch[Any], decoded: DecodedBatch, max_ahead_ms: int) -> Batch:
     return Batch(
         number=raw.number, data=decoded, num_samples=decoded.num_samples, complete_at_s=time.monotonic(),
         dead=tuple(item.offset for item in decoded.refused if item.whole), gaps=tuple(raw.gaps), lost=tuple(raw.lost),
         dead_samples=sum(item.samples for item in decoded.refused if not item.whole), leader_epoch=raw.leader_epoch,
-        partition=raw.partition, skipped=decoded.skipped,
+        partition=raw.partition, skipped=decoded.skipped, times=_event_times(raw, decoded, max_ahead_ms),
     )  # fmt: skip
+
+
+def _event_times(raw: RawBatch[Any], decoded: DecodedBatch, max_ahead_ms: int) -> EventTimes | None:
+    """Return the event times of the records with a usable sample."""
+    if not raw.times_ms:
+        return None
+    times_ms = np.array(raw.times_ms, np.int64)
+    if decoded.refused or decoded.skipped:
+        times_ms = times_ms[np.isin(np.array(raw.offsets), decoded.offsets)]
+    return event_times_of(times_ms, round(1000 * time.time()), max_ahead_ms)

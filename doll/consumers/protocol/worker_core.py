@@ -44,6 +44,7 @@ from doll.records.control import (
     Stop,
     Welcome,
 )
+from doll.records.event_times import EventTimes
 
 ALIVE_EVERY_S = 1.0
 ANNOUNCE_EVERY_S = 3.0  # a lost announcement is repeated within this time; one small message per worker
@@ -74,6 +75,7 @@ class Batch:
     skipped: tuple[tuple[str, int], ...] = ()  # samples that the task leaves out, by reason
     leader_epoch: int = -1  # see `doll.consumers.intake.batching.RawBatch`
     partition: int = 0
+    times: EventTimes | None = None  # event times of its records; None: not known
     number_in_partition: int = -1
     order: int = field(default=0, compare=False)
 
@@ -537,7 +539,7 @@ class WorkerCore:
                 dead_samples=item.dead_samples, dead_reasons=item.dead_reasons, compute_s=item.compute_s,
                 wait_s=max(0.0, begun_at_s - batch.complete_at_s),
                 version=item.version if done.is_kept or item.version != done.version else -1,
-                leader_epoch=batch.leader_epoch, skipped=batch.skipped, shared_loss=item.shared_loss,
+                leader_epoch=batch.leader_epoch, skipped=batch.skipped, shared_loss=item.shared_loss, times=batch.times,
             )
             for batch, number, item in zip(batches, grant.grant_ids, done.batches, strict=False)
         )  # fmt: skip

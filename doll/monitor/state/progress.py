@@ -13,6 +13,7 @@ from doll.config import JobConfig, StdinSource
 from doll.ledger import offset_ranges
 from doll.ledger.balance import Range, named
 from doll.ledger.offset_ranges import Span
+from doll.monitor.state.freshness import FreshnessProgress, StageFreshness
 from doll.monitor.state.history import History
 from doll.monitor.state.join_progress import JoinCounts, JoinProgress
 from doll.monitor.state.limit_text import divergence_text, limit_text
@@ -31,6 +32,7 @@ from doll.records.control import (
     AnyRecord,
     Measures,
     Metric,
+    ServedStatus,
     ServerStatus,
     TableStatus,
     TermStarted,
@@ -164,6 +166,7 @@ class JobSnapshot:
     limit: str = ""  # the factor that limits the job, and the remedy
     tables: tuple[TableStatus, ...] = ()  # only bounded tables
     join: JoinCounts | None = None  # None: the job has no data.join
+    freshness: tuple[StageFreshness, ...] = ()  # of the stages that any record has reached
 
 
 class ProgressModel:
@@ -181,6 +184,7 @@ class ProgressModel:
         self._started_s = started_s
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._join = JoinProgress()
+        self.freshness = FreshnessProgress(config.freshness)
         self._arrivals = ArrivalRateEstimator(config.data.samples_per_record)
         self._status: ServerStatus | None = None
         self._measures: dict[int, Measures] = {}  # the last ones of each term
@@ -204,6 +208,8 @@ class ProgressModel:
             case ServerStatus():
                 if self.history.is_current(record.term):
                     self._set_status(record)
+            case ServedStatus() if self.history.is_current(record.term):
+                self.freshness.feed(record)
             case Metric():
                 term = record.values.get(names.TERM)
                 if record.values and (term is None or self.history.is_current(int(term))):
@@ -215,6 +221,7 @@ class ProgressModel:
             self._lost.clear()
             self._status = None
             self._measures.clear()
+            self.freshness = FreshnessProgress(self.config.freshness)
             self._gone_since_s.clear()
             self._newest.clear()
             self._num_members = 0
@@ -257,6 +264,7 @@ class ProgressModel:
             self.add_lost(*lost)
 
     def _set_status(self, status: ServerStatus) -> None:
+        self.freshness.feed(status)
         if status.measures is not None:
             self._measures[status.term] = status.measures
         for worker in status.workers:
@@ -455,6 +463,7 @@ class ProgressModel:
             limit=self.diverged or limit_text(self.config, self._status),
             tables=() if self._status is None else self._status.tables,
             join=self.join(),
+            freshness=self.freshness.stages(),
         )
 
     @property

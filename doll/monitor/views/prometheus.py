@@ -10,23 +10,27 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from doll.config import JobConfig
+from doll.config.freshness import FreshnessConfig
 from doll.kafka.reader import Tail
 from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
+from doll.monitor.state.freshness import FreshnessProgress
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.prequential import LossTrend
 from doll.process.health import heartbeat_of
 from doll.process.metric_names import TERM, joiner_of, worker_of, worker_source
 from doll.process.signals import stop_requested
 from doll.records.bounded import short
-from doll.records.control import AnyRecord, Finished, Measures, Metric, ServerStatus, TermStarted, Update
+from doll.records.control import AnyRecord, Finished, Measures, Metric, ServedStatus, ServerStatus, TermStarted, Update
+from doll.records.event_times import BOUNDS_S
 from doll.services import Services
 from doll.telemetry import get_logger
 from doll.theory.staleness import Histogram
@@ -52,6 +56,7 @@ _MEASURES: Final = (
 Family = CounterMetricFamily | GaugeMetricFamily
 PATH: Final = "/metrics"
 DEFAULT_PORT: Final = 9464
+_NO_OBJECTIVES: Final = FreshnessConfig()
 _POLL_S: Final = 0.5
 _CHECK_KAFKA_EVERY_S: Final = 15.0
 Labels = tuple[tuple[str, str], ...]
@@ -127,8 +132,12 @@ class JobMetrics(Collector):
         clock: returns Unix seconds, for the ages of heartbeats.
     """
 
-    def __init__(self, job: str, workers: int, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, job: str, workers: int, freshness: FreshnessConfig = _NO_OBJECTIVES, *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
         self._job = job
+        self._freshness = FreshnessProgress(freshness)
         self._clock = clock
         self._heartbeats = RoleHeartbeats()
         self._by_source: dict[str, tuple[MetricSample, ...]] = {"job": (MetricSample("doll_job_workers", (), workers),)}
@@ -142,9 +151,12 @@ class JobMetrics(Collector):
         self._heartbeats.feed(record)
         match record:
             case ServerStatus() if self._lineage.is_current(record.term):
+                self._freshness.feed(record)
                 self._put("ps", (*server_samples(record), _measured_at("ps", record.time_s)))
                 if record.num_workers:
                     self._put("job", (MetricSample("doll_job_workers", (), record.num_workers - len(record.released)),))
+            case ServedStatus() if self._lineage.is_current(record.term):
+                self._freshness.feed(record)
             case Metric():
                 self._measured(record)
             case TermStarted() | Update() | Finished():
@@ -157,6 +169,7 @@ class JobMetrics(Collector):
             return
         if change is LineageChange.GENERATION:
             self._loss_trend = LossTrend()
+            self._freshness = FreshnessProgress(self._freshness.config)
             self._by_source = {"job": self._by_source["job"]}
         if isinstance(record, Update):
             self._updated(record)
@@ -169,6 +182,7 @@ class JobMetrics(Collector):
         newest = (
             MetricSample("doll_job_finished", (), float(self._finished)),
             *(MetricSample("doll_heartbeat_age_seconds", (("role", role),), age_s) for role, age_s in ages_s.items()),
+            *self._freshness_samples(),
         )
         return {
             (sample.name, sample.labels): sample.value
@@ -176,7 +190,28 @@ class JobMetrics(Collector):
             for sample in samples
         }
 
-    def collect(self) -> Iterable[Family]:
+    def _freshness_samples(self) -> Iterator[MetricSample]:
+        config = self._freshness.config
+        for stage, counts in self._freshness.counts().items():
+            values = {
+                "records_total": counts.records, "without_time_total": counts.bad,
+                "newest_event_timestamp_s": counts.newest_ms / 1000,
+            }  # fmt: skip
+            if (limit_s := config.limit_s(stage)) is not None:
+                values |= {"within_objective_total": counts.within, "objective_s": limit_s}
+                values["objective_ratio"] = config.share
+            for name, value in values.items():
+                yield MetricSample(f"doll_freshness_{_prometheus_name(name)}", (("stage", stage),), value)
+
+    def _histogram(self) -> HistogramMetricFamily:
+        text, bounds = "see docs/guide/freshness.md", [*map(str, BOUNDS_S), "+Inf"]
+        family = HistogramMetricFamily("doll_freshness_seconds", text, labels=["job_name", "stage"])
+        for stage, counts in self._freshness.counts().items():
+            buckets = list(zip(bounds, map(float, accumulate(counts.buckets)), strict=True))
+            family.add_metric([self._job, stage], buckets, counts.sum_s)
+        return family
+
+    def collect(self) -> Iterable[Family | HistogramMetricFamily]:
         """Return the metric families in the form of Prometheus' client library."""
         families: dict[str, Family] = {}
         names: dict[str, tuple[str, ...]] = {}
@@ -188,7 +223,7 @@ class JobMetrics(Collector):
                 families[name] = make(name, "see docs/operations.md", labels=list(labels))
             if names[name] == tuple(labels):  # skip a name that two sources use with different labels
                 families[name].add_metric(list(labels.values()), value)
-        return families.values()
+        return [*families.values(), self._histogram()]
 
     def _measured(self, record: Metric) -> None:
         if len(record.source) > _MAX_NAME_CHARS or any(len(name) > _MAX_NAME_CHARS for name in record.values):
@@ -236,7 +271,7 @@ def serve_metrics(config: JobConfig, services: Services) -> int:
     Raises:
         ServiceUnavailableError: Kafka does not answer at the start.
     """
-    metrics = JobMetrics(config.job, config.data.workers)
+    metrics = JobMetrics(config.job, config.data.workers, config.freshness)
     registry = CollectorRegistry()
     registry.register(metrics)
     topics = (config.topic("updates"), config.topic("metrics"))

@@ -10,6 +10,7 @@ import doll
 from doll.amounts import aligned, clock, number, usd
 from doll.config.step_size import advice, step_factor, step_samples, step_text
 from doll.ledger.balance import LedgerReport
+from doll.monitor.state.freshness import freshness_text
 from doll.monitor.state.history import EVALUATION_COLUMNS
 from doll.monitor.state.join_progress import JoinCounts
 from doll.monitor.state.progress import DeadLetterCounts, ProgressModel, skipped_text
@@ -121,6 +122,8 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         "dead_reasons": [{"reason": reason, "letters": letters} for reason, letters in dead.reasons],
         "skipped": [{"reason": reason, "samples": samples} for reason, samples in model.skipped()],
         "join": None if join is None else asdict(join),
+        "freshness": {stage.stage: asdict(stage) for stage in model.freshness.stages()},
+        "freshness_text": freshness_text(model.freshness.stages()),
         "notes": list(outcome.notes),
         "audit": None if ledger is None else audit_counts(ledger),
         "files": outcome.files,
@@ -191,6 +194,8 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(f"  {skipped_text([(item['reason'], item['samples']) for item in report['skipped']])}")
     if report.get("join"):
         lines.append(f"  join: {JoinCounts(**report['join']).totals_text()}")
+    if report.get("freshness_text"):
+        lines.append(f"  {report['freshness_text']}")
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
     lines += report.get("lines", [])  # lines of the run's hook

@@ -10,6 +10,7 @@ which contains only whole steps (docs/decisions/0035).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from doll.ps.engine.events import AppliedSet
 from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import PartitionState
 from doll.records.control import Push, Settle
+from doll.records.event_times import NO_EVENTS, EventSpan
 
 _ASK_AGAIN_S: Final = 3.0  # seconds; a request without an answer after this time may be lost
 
@@ -35,9 +37,10 @@ class Durability:
     def __init__(
         self, partitions: Sequence[PartitionState], owners: Sequence[Worker], *, version: int, now: float,
         every_updates: int, every_s: float, max_pending_batches: int, costs_rests: bool = False,
+        every_event_s: float | None = None, events: EventSpan = NO_EVENTS,
     ) -> None:  # fmt: skip
         """`owners`: the worker that serves each partition. `costs_rests`: True if workers must send their rests for
-        each checkpoint. Then the server stores fewer checkpoints."""
+        each checkpoint. Then the server stores fewer checkpoints. `events`: event times in the newest checkpoint."""
         self.version = version
         self.max_unsaved = 0
         self._partitions = partitions
@@ -45,6 +48,8 @@ class Durability:
         self._unsaved: Counter[int] = Counter()  # by worker: number of batches in the model that are not durable
         self._every_updates = every_updates
         self._every_s = every_s
+        self._every_event_ms = math.inf if every_event_s is None else 1000 * every_event_s
+        self._saved_event_ms = events.newest_ms
         # A worker may hold more batches than this limit, so no worker waits for a checkpoint that is not due.
         self._crowded = max(1, 3 * max_pending_batches // 4 if costs_rests else max_pending_batches // 2)
         # The checkpoint that is being stored: its version, and its number of batches by partition and by worker.
@@ -76,8 +81,9 @@ class Durability:
         """Request a checkpoint, even of the same version, that contains the engine's decisions without an update."""
         self._must_keep = True
 
-    def is_due(self, version: int, now: float, *, final: bool) -> bool:
-        """Return whether the current version `version` must be stored now. `final`: the job ends with this version."""
+    def is_due(self, version: int, now: float, *, final: bool, events: EventSpan = NO_EVENTS) -> bool:
+        """Return whether the current version `version` must be stored now. `final`: the job ends with this version.
+        `events`: its event times."""
         if self._ordered is not None:
             return False
         if final or self._must_keep:
@@ -86,10 +92,13 @@ class Durability:
         if not unsaved:
             return False
         overdue = now - self._ordered_at_s >= self._every_s
+        # Until a checkpoint has events, count from the oldest one.
+        overdue |= events.newest_ms - (self._saved_event_ms or events.oldest_ms) >= self._every_event_ms
         return overdue or self._is_asked or self.max_unsaved >= self._crowded or unsaved >= self._every_updates
 
-    def order(self, version: int, now: float) -> None:
-        """Note that a checkpoint of `version` is being stored."""
+    def order(self, version: int, now: float, events: EventSpan = NO_EVENTS) -> None:
+        """Note that a checkpoint of `version` is being stored. `events`: its event times."""
+        self._saved_event_ms = events.newest_ms
         self._is_keeping = self._must_keep
         self._is_asked = self._must_keep = False
         by_worker = {worker.number: worker.queue.applied for worker in self._owners}

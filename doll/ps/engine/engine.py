@@ -638,6 +638,7 @@ class Engine(EngineState):
             lo, hi = grant.partition.offsets(number, size)
             applied.append(ev.AppliedBatch(partition, number, lo, hi, grant.granted_at_s, item, cut=hi - lo < size))
             grant.partition.leader_epoch = item.leader_epoch
+            self.events = self.events.with_batch(item.known_times)
             absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
             self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
             for reason, samples in item.skipped:
@@ -654,7 +655,7 @@ class Engine(EngineState):
         lr_factor = 1 / max(1, self.num_live) if self.settings.divides_lr else 1.0
         self._actions.append(
             ev.ApplyUpdate(
-                self.version, sets, scale, self.samples_total, self.batches_total, settled, lr_factor=lr_factor
+                self.version, sets, scale, self.samples_total, self.batches_total, settled, lr_factor, self.events
             )
         )
 
@@ -734,10 +735,11 @@ class Engine(EngineState):
 
     def _save_if_due(self) -> None:
         is_last = self.stopping is not None
-        if self.finished is not None or not self._durability.is_due(self.version, self._now, final=is_last):
+        is_due = self._durability.is_due(self.version, self._now, final=is_last, events=self.events)
+        if self.finished is not None or not is_due:
             return
         if self._settling.is_settled:
-            self._durability.order(self.version, self._now)
+            self._durability.order(self.version, self._now, self.events)
             self._actions.append(ev.StoreCheckpoint(self.version, self.snapshot(self._now)))
             return
         self._settling.is_under_way = True

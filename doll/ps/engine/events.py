@@ -34,6 +34,7 @@ from doll.records.control import (
     SourceEnded,
     Welcome,
 )
+from doll.records.event_times import NO_EVENTS, EventSpan
 from doll.records.refusals import RefusalState
 from doll.records.rollbacks import Rollback
 
@@ -207,6 +208,7 @@ class ApplyUpdate(Action, frozen=True):
     batches_total: int
     settled: tuple[tuple[int, int], ...] = ()  # as in doll.records.control.Update
     lr_factor: float = 1.0
+    events: EventSpan = NO_EVENTS  # as in doll.records.control.Update
 
 
 class StoreCheckpoint(Action, frozen=True):
@@ -272,6 +274,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     init_from: str = ""  # file or version of the first weights, and their sha256; "": the task has made them
     rollbacks: tuple[Rollback, ...] = ()  # in their order
     reached: Evaluated | None = None  # the evaluation that met the stop rule; None: no evaluation has met it
+    events: EventSpan = NO_EVENTS  # event times of the records in the model, since a release that knows them
 
     @property
     def grid(self) -> int:

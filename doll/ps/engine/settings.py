@@ -29,6 +29,7 @@ class EngineSettings:
     fingerprint: str = ""  # sent in each Welcome, see `doll.config.fingerprint`
     rebalance_s: float = 0.0  # time between two moves of partitions that balance the workers' loads; 0: no moves
     max_workers: int = 0  # number of worker slots; 0: as many as `num_workers`
+    checkpoint_every_event_s: float | None = None  # see `CheckpointConfig.every_event_s`
 
     @property
     def places(self) -> int:

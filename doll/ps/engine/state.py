@@ -37,6 +37,7 @@ class EngineState:
         moves: the job's number of workers, and the partitions that move to other workers.
         ending: the batches that are left of a source that has ended.
         start: snapshot with which this engine began.
+        events: event times of the records in the model.
         reached: the evaluation that met the stop rule, in this engine or an earlier one; None: no such evaluation.
         stopping: reason why the job ends after the current checkpoint; None: the job continues.
         finished: reason why this engine has ended; then it ignores all events. None: it has not ended.
@@ -82,6 +83,7 @@ class EngineState:
         self.empty_updates = snapshot.empty_updates
         self.counters: Counter[str] = Counter(snapshot.counters)
         self.reached = snapshot.reached
+        self.events = snapshot.events
         self.refusals = Refusals(settings.on_bad_records.last_records, snapshot.refusals)
         self.finished: str | None = None
         self.stopping: str | None = None
@@ -109,6 +111,7 @@ class EngineState:
         self._durability = Durability(
             self._partitions, self._owners, version=snapshot.version, now=now,
             every_updates=settings.checkpoint_every_updates, every_s=settings.checkpoint_every_s,
+            every_event_s=settings.checkpoint_every_event_s, events=snapshot.events,
             max_pending_batches=settings.max_pending_batches, costs_rests=policy.holds_back,
         )  # fmt: skip
         self.moves = Moves(
@@ -226,6 +229,7 @@ class EngineState:
             refusals=self.refusals.state(),
             source_ends=self.ending.ends,
             reached=self.reached,
+            events=self.events,
         )
 
     def _elapsed_s(self, now: float) -> float:

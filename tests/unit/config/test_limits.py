@@ -43,7 +43,8 @@ REQUIRED: dict[str, Any] = {
 COMPARED = (
     "plan.deadline_s", "plan.cycle_s", "stop.seconds", "checkpoint.history_s", "checkpoint.history_every_s",
     "data.join.window_s", "data.join.lateness_s", "data.join.late_window_s", "data.join.early_after_s",
-    "data.join.max_ahead_s",
+    "data.join.max_ahead_s", "checkpoint.every_event_s", "freshness.event_to_learned_s", "freshness.event_to_durable_s",
+    "freshness.event_to_served_s", "freshness.max_ahead_s",
 )  # fmt: skip
 JOIN: dict[str, Any] = {
     "features": {"topic": "f"}, "labels": [{"topic": "l", "name": "y"}], "window_s": 1e9, "on_late": "correct",

@@ -84,3 +84,11 @@ def test_a_record_without_a_value_takes_a_label_back_if_the_job_says_so() -> Non
     for label in ({**of_kafka, "retract": False}, {"retract": True}):
         with pytest.raises(Bad, match="no value"):
             extractor(1, label=label).read(None, b"a", WRITTEN, [])
+
+
+def test_a_time_may_be_in_a_header() -> None:
+    read = extractor(features={"time": {"header": "at", "unit": "s"}}).read
+    assert read(b'{"id": "a"}', None, WRITTEN, [("at", b"1"), ("at", b"1800000000")]).time_ms == 1_800_000_000_000
+    for headers in ([], [("at", None)], [("at", b"soon")]):
+        with pytest.raises(Bad, match="header at"):
+            read(b'{"id": "a"}', None, WRITTEN, headers)

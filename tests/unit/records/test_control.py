@@ -34,7 +34,7 @@ def test_comes_back_as_it_was(cls: type) -> None:
 def test_begins_with_magic_and_schema() -> None:
     """The layout is what other processes, perhaps of another release, rely on."""
     data = encode(records.Hello(term=3))
-    assert data == b"\xd0\x0a" + msgspec.msgpack.encode({"type": "hello", "term": 3})
+    assert data == b"\xd0\x0b" + msgspec.msgpack.encode({"type": "hello", "term": 3})
 
 
 def test_records_of_the_schema_before_the_weights_of_samples_are_read() -> None:
@@ -44,7 +44,7 @@ def test_records_of_the_schema_before_the_weights_of_samples_are_read() -> None:
 
 def test_type_names_are_distinct_and_short() -> None:
     names = [str(cls.__struct_config__.tag) for cls in TYPES]
-    assert len(set(names)) == len(TYPES) == 32
+    assert len(set(names)) == len(TYPES) == 33
     assert all(name.isalpha() and name.islower() for name in names)
 
 
@@ -64,7 +64,7 @@ def body(value: Any) -> bytes:
         (b"", "expected a control record, got 0 bytes"),
         (b"\xd0\x08", "got 2 bytes"),
         (b"\xd1" + encode(records.Hello(term=1))[1:], "first byte 0xd0.*got first byte 0xd1"),
-        (b"\xd0\x04" + encode(records.Hello(term=1))[2:], "expected control record schema 8 to 10, got 4: upgrade"),
+        (b"\xd0\x04" + encode(records.Hello(term=1))[2:], "expected control record schema 8 to 11, got 4: upgrade"),
         (body({"type": "nonsense", "term": 1}), "nonsense"),
         (body({"term": 1}), "type"),
         (body({"type": "hello"}), "term"),

@@ -27,6 +27,7 @@ from doll.records.control import (
     decode,
     encode,
 )
+from doll.records.event_times import EventTimes
 from doll.records.record_sizes import STATUS_LIMIT_BYTES, fitted, status_bytes, update_bytes
 from msgspec.structs import replace
 
@@ -34,13 +35,14 @@ LIMIT_BYTES = 1_048_588 - 100  # max.message.bytes of a record batch, and what s
 N = 1_000
 OFFSET, BATCH, VERSION, COUNT = 2**40, 2**33, 10**6, 10**9
 TIME_S = 1_700_000_000.123
+TIMES = EventTimes(1_700_000_000_123, tuple(range(2**32, 2**32 + 8)), 64, 64)
 
 
 def member(number: int, dead: tuple[int, ...] = ()) -> Member:
     return Member(
         worker=number, partition=number, batch=BATCH, lo=OFFSET, hi=OFFSET + 64, n_samples=64, base_version=VERSION,
         dead=dead, compute_s=0.0123, fetch_s=0.0123, store_s=0.0123, wait_s=0.0123, grant_to_push_s=0.0123,
-        market="on_demand", set_grant_id=BATCH, loss_sum=123.456, shared_loss=0.123,
+        market="on_demand", set_grant_id=BATCH, loss_sum=123.456, shared_loss=0.123, times=TIMES,
     )  # fmt: skip
 
 
@@ -86,7 +88,7 @@ RECORDS: dict[str, AnyRecord] = {
     "push of a set of 1,000": Push(
         worker=1, session=2, term=3, version=VERSION, key="k" * 100,
         batches=tuple(
-            PushedBatch(batch=BATCH + n, grant_id=BATCH, n_samples=64, loss_sum=1.5, compute_s=0.1, wait_s=0.1)
+            PushedBatch(batch=BATCH + n, grant_id=BATCH, n_samples=64, loss_sum=1.5, wait_s=0.1, times=TIMES)
             for n in range(N)
         ),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,15 +16,16 @@ import numpy as np
 import pytest
 from doll.config import parse
 from doll.consumers.intake import sample_intake
-from doll.consumers.intake.batching import MIN_RANGE
+from doll.consumers.intake.batching import MIN_RANGE, RawBatch
 from doll.consumers.intake.dead_letters import Decoder
-from doll.consumers.intake.decoding import DecodedBatch, RawRecords
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords, RefusedSamples
 from doll.consumers.intake.sample_intake import SampleIntake
 from doll.consumers.lifecycle.departure import ProcessExit
 from doll.consumers.protocol.worker_core import Acknowledge, Serve, WorkerAction, WorkerCore
 from doll.errors import ServiceUnavailableError
 from doll.kafka.chunk_reader import Chunk, NoRecordBelow, OutOfRange
 from doll.records.control import Durable, Served, Welcome
+from doll.records.event_times import EventTimes
 from hypothesis import example, given
 from hypothesis import strategies as st
 from worker_fakes import FakeChannel, FakeReader
@@ -285,3 +287,41 @@ async def test_kafka_without_an_answer_lets_the_reader_ask_again(monkeypatch: py
     rig.reader.seek = lambda partition, offset: sought.append((partition, offset))  # type: ignore[method-assign]
     await rig.intake.receive(OutOfRange(1, 110))
     assert (sought, rig.exit.is_requested) == ([(1, 110)], False)
+
+
+# --- event times ------------------------------------------------------------------------------------------------------
+
+
+def test_the_event_times_of_a_batch_are_those_of_the_records_that_can_be_learned() -> None:
+    now_ms = round(1000 * time.time())
+    raw: RawBatch[bytes] = RawBatch(0, 0, 10, 15, gaps=[(12, 13)], times_ms=[now_ms - 4, now_ms - 3, -1, now_ms - 1])
+    zeros, all_offsets = np.zeros((4, 1), np.float32), np.array([10, 11, 13, 14])
+    whole = DecodedBatch(zeros, zeros, all_offsets)
+    assert sample_intake._event_times(raw, whole, 1000) == EventTimes(now_ms - 1, (0, 2, 3), 3, 1)
+    partly = DecodedBatch(
+        zeros, zeros, np.array([11, 11, 13]), [RefusedSamples(10, "bad", 1, True)], skipped=(("bot", 1),)
+    )
+    assert sample_intake._event_times(raw, partly, 1000) == EventTimes(now_ms - 3, (0,), 1, 1)
+    raw.times_ms = []
+    assert sample_intake._event_times(raw, whole, 1000) is None
+
+
+async def test_event_times_stay_with_their_records(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks end anywhere in a batch."""
+    monkeypatch.setattr(sample_intake, "time", SimpleNamespace(monotonic=lambda: rig.now, time=lambda: 1_800_000_000.0))
+    base_ms = 1_700_000_000_000
+    for offsets in ([110], [111, 112], [113, 114, 115]):
+        times = [base_ms + offset for offset in offsets]
+        rig.intake.feed(Chunk(1, offsets, [b"x"] * len(offsets), times_ms=times))
+    tasks = [asyncio.create_task(rig.intake.prepare()), asyncio.create_task(rig.intake.announce())]
+    for _ in range(3):
+        while not rig.decoder.waiting:
+            await asyncio.sleep(0)
+        rig.decoder.finish()
+    while len(rig.core.served[1].batches) < 3:
+        await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    assert [batch.times for batch in rig.core.served[1].batches] == [
+        EventTimes(base_ms + 111 + 2 * number, (0, 1), 2) for number in range(3)
+    ]
