@@ -101,16 +101,14 @@ class Extractor:
         if max(map(len, lines)) > self._max_record_bytes:
             return None
         try:
-            fields = self._decode_lines(b"\n".join(lines))
+            fields: list[Any] = self._decode_lines(b"\n".join(lines))
         except (msgspec.MsgspecError, ValueError, RecursionError):
             return None
         if len(fields) != len(lines):
             return None
-        names = (
-            keys
-            if self._key.field is None
-            else [key.encode() if type(key := item.key) is str else _text(key) for item in fields]
-        )
+        names = keys
+        if self._key.field is not None:
+            names = [key.encode() if type(key := item.key) is str else _text(key) for item in fields]
         if not all(names) or max(map(len, cast(list[bytes], names))) > MAX_KEY_BYTES:
             return None
         times_ms = self._times_ms(fields, timestamps)

@@ -31,7 +31,8 @@ class RocksOverflow:
         """Create the store. The folder and the database are made when the first entries come."""
         self._new_batch = partial(rocksdict.WriteBatch, raw_mode=True)
         self._unlogged = rocksdict.WriteOptions()
-        self._unlogged.disable_wal = True  # a restart makes the entries again from the join log
+        # A restart makes the entries again from the join log. The stubs of rocksdict take the property for a method.
+        self._unlogged.disable_wal = True  # type: ignore[method-assign, assignment]
         self._folder = ""
         self._db: Any = None
 
