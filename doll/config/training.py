@@ -256,3 +256,30 @@ class StopConfig(Section):
     """the job ends when the held-out accuracy reaches this value"""
     loss: float | None = None
     """the job ends when the held-out loss is at or below this value"""
+    metric: str | None = Field(default=None, min_length=1, max_length=100)
+    """metric of the task (`Task.metrics`) on held-out samples; with `prequential_` in front of its name, that of the last
+    50 updates. The job ends when the metric reaches `at_least` or `at_most`"""
+    at_least: float | None = None
+    """the job ends when `metric` is at or above this value"""
+    at_most: float | None = None
+    """the job ends when `metric` is at or below this value"""
+
+    @model_validator(mode="after")
+    def _metric_has_a_bound(self) -> Self:
+        bounds = [bound for bound in (self.at_least, self.at_most) if bound is not None]
+        if len(bounds) != (self.metric is not None):
+            raise ValueError("expected metric with at_least or at_most, as in {metric: auc, at_least: 0.8}")
+        return self
+
+    @property
+    def bound(self) -> str:
+        """The bound of `metric`, such as "at least 0.8"; "" without a metric."""
+        if self.at_least is not None:
+            return f"at least {self.at_least:g}"
+        return "" if self.at_most is None else f"at most {self.at_most:g}"
+
+    def is_reached_by(self, value: float) -> bool:
+        """Return whether this value of `metric` has reached its bound."""
+        return (
+            value >= self.at_least if self.at_least is not None else self.at_most is not None and value <= self.at_most
+        )

@@ -31,6 +31,7 @@ import msgspec
 
 from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, FencedError, RecordError, RolledBackError
+from doll.metrics.states import combined
 from doll.model.layout import NO_LAYOUT, WeightsLayout
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
@@ -602,7 +603,9 @@ def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply
     """Return the record of one update, which has learned `num_samples` samples and took `apply_s` seconds at the
     server. `now`: time at which the update was applied, in monotonic seconds on the clock of the grants."""
     batches = [batch for item in update.sets for batch in item.push.batches]
-    names = sorted({name for batch in batches for name in batch.metric_sums})
+    metrics, num_refused = combined([(batch.metric_sums, batch.total_weight) for batch in batches])
+    if num_refused:
+        log.warning("metric_states_refused", version=update.version, metrics=num_refused, hint="see Task.metrics")
     weight = sum(batch.total_weight for batch in batches)
     return Update(
         term=term,
@@ -610,7 +613,7 @@ def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply
         members=tuple(_member(item, batch) for item in update.sets for batch in item.batches),
         n_samples=num_samples,
         loss=_mean((batch.loss_sum for batch in batches), weight),
-        metrics={name: _mean((batch.metric_sums.get(name, 0.0) for batch in batches), weight) for name in names},
+        metrics=metrics,
         samples_total=update.samples_total,
         batches_total=update.batches_total,
         apply_s=apply_s,

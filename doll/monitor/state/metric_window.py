@@ -1,0 +1,119 @@
+"""The metric states of a run's updates, merged over all of them and over the last ones. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from doll.errors import RecordError
+from doll.metrics.states import MetricState, from_bytes, merged, values_of
+
+_MAX_BYTES: Final = 64 * 2**20
+_MAX_METRICS: Final = 256  # names: a hostile record must not fill the memory
+
+States = Mapping[str, MetricState]
+
+
+class MetricWindow:
+    """The states of the updates, which can be rolled back to an earlier version.
+
+    The states of single updates are kept as long as they are in the window or fit into a limit of bytes; those before
+    are merged. A rollback to a version before the kept ones forgets all earlier states: the metrics over the whole run
+    then begin anew.
+
+    Args:
+        window: number of updates in the windowed metrics; at least 1.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._begin()
+
+    def _begin(self) -> None:
+        self._kept: deque[tuple[int, Mapping[str, bytes]]] = deque()
+        self._bytes = self._until = 0  # version of the newest update in `_earlier`
+        self._earlier: States = {}
+        self._all: States = {}
+        self._names: set[str] = set()
+
+    def add(self, version: int, states: Mapping[str, bytes]) -> None:
+        """Add the encoded states of an update. States that cannot be decoded are left out."""
+        if not states and not self._kept:
+            return
+        states = {name: states[name] for name in sorted(states) if self._takes(name)}
+        self._kept.append((version, states))
+        self._bytes += _size(states)
+        self._all = _merged([self._all, _decoded(states)])
+        while self._bytes > _MAX_BYTES and len(self._kept) > self._window:
+            self._until, oldest = self._kept.popleft()
+            self._bytes -= _size(oldest)
+            self._earlier = _merged([self._earlier, _decoded(oldest)])
+
+    def _takes(self, name: str) -> bool:
+        if len(self._names) < _MAX_METRICS:
+            self._names.add(name)
+        return name in self._names
+
+    def rollback(self, version: int) -> None:
+        """Forget the updates above `version`."""
+        if version < self._until:
+            self._begin()
+        if not self._kept or self._kept[-1][0] <= version:
+            return
+        while self._kept and self._kept[-1][0] > version:
+            self._bytes -= _size(self._kept.pop()[1])
+        self._all = _merged([self._earlier, *(_decoded(states) for _, states in self._kept)])
+
+    def running(self) -> dict[str, float]:
+        """Return the metrics over all updates, with their standard errors."""
+        return _values(self._all)
+
+    def windowed(self) -> dict[str, float]:
+        """Return the metrics over the samples of the last `window` updates, with their standard errors."""
+        first = max(0, len(self._kept) - self._window)
+        newest = (_decoded(self._kept[at][1]) for at in range(first, len(self._kept)))
+        return _values(_merged({name: state.in_memory() for name, state in part.items()} for part in newest))
+
+
+def split_metrics(metrics: Mapping[str, float | bytes]) -> tuple[dict[str, float], dict[str, bytes]]:
+    """Return the means and the encoded states of an update."""
+    states = {name: value for name, value in metrics.items() if isinstance(value, bytes)}
+    return {name: value for name, value in metrics.items() if not isinstance(value, bytes)}, states
+
+
+def update_values(states: Mapping[str, bytes]) -> dict[str, float]:
+    """Return the metrics of encoded states, as far as they can be decoded."""
+    return _values(_decoded(states))
+
+
+def _size(states: Mapping[str, bytes]) -> int:
+    return sum(map(len, states.values())) + 200
+
+
+def _decoded(states: Mapping[str, bytes]) -> States:
+    result = {}
+    for name, data in states.items():
+        try:
+            result[name] = from_bytes(data)
+        except RecordError:  # such as a kind of the user's task, which this process has not imported
+            continue
+    return result
+
+
+def _merged(parts: Iterable[States]) -> States:
+    by_name: dict[str, list[MetricState]] = {}
+    for states in parts:
+        for name, state in states.items():
+            by_name.setdefault(name, []).append(state)
+    result = {}
+    for name, of_name in by_name.items():
+        try:
+            result[name] = merged(of_name)
+        except RecordError:  # the kind of the metric has changed: the newest counts
+            result[name] = of_name[-1]
+    return result
+
+
+def _values(states: States) -> dict[str, float]:
+    return {key: value for name, state in states.items() for key, value in values_of(name, state).items()}
