@@ -257,12 +257,12 @@ class StopConfig(Section):
     loss: float | None = None
     """the job ends when the held-out loss is at or below this value"""
     metric: str | None = Field(default=None, min_length=1, max_length=100)
-    """metric of the task (`Task.metrics`) on held-out samples; with `prequential_` in front of its name, that of the last
-    50 updates. The job ends when the metric reaches `at_least` or `at_most`"""
+    """the job ends when this metric of the task on held-out samples reaches `at_least` or `at_most`; `prequential_NAME`
+    is metric NAME of the samples of the last 50 updates, before they were learned"""
     at_least: float | None = None
-    """the job ends when `metric` is at or above this value"""
+    """minimum of `metric`"""
     at_most: float | None = None
-    """the job ends when `metric` is at or below this value"""
+    """maximum of `metric`"""
 
     @model_validator(mode="after")
     def _metric_has_a_bound(self) -> Self:
@@ -273,13 +273,5 @@ class StopConfig(Section):
 
     @property
     def bound(self) -> str:
-        """The bound of `metric`, such as "at least 0.8"; "" without a metric."""
-        if self.at_least is not None:
-            return f"at least {self.at_least:g}"
-        return "" if self.at_most is None else f"at most {self.at_most:g}"
-
-    def is_reached_by(self, value: float) -> bool:
-        """Return whether this value of `metric` has reached its bound."""
-        return (
-            value >= self.at_least if self.at_least is not None else self.at_most is not None and value <= self.at_most
-        )
+        """The bound of `metric`, such as "at least 0.8"."""
+        return f"at most {self.at_most:g}" if self.at_least is None else f"at least {self.at_least:g}"

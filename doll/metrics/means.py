@@ -216,7 +216,7 @@ def _ndcg_of(score: Floats, relevance: Floats, k: int | None) -> float:
     if np.isnan(score).any():
         return math.nan
     discount = 1 / np.log2(np.arange(2, len(score) + 2))
-    discount[k:] = 0.0
+    discount[len(score) if k is None else k :] = 0.0
     best = float(np.sort(relevance)[::-1] @ discount)
     _, place, counts = np.unique(-score, return_inverse=True, return_counts=True)
     of_ties = np.diff(np.cumsum(discount)[np.cumsum(counts) - 1], prepend=0.0)

@@ -165,6 +165,10 @@ class AveragePrecision(_Ranking):
         tp, fp = np.cumsum(positive), np.cumsum(negative)
         with np.errstate(invalid="ignore", divide="ignore"):
             precision = tp / (tp + fp)
+            if self._table.shift:  # the mean precision in a row, if its samples are evenly mixed
+                row, before = positive + negative, tp + fp - positive - negative
+                rest = (tp - positive - positive * before / row) / row * np.log1p(row / before)
+                precision = np.where(before > 0, positive / row + rest, precision)
             lowest, highest = (tp - positive) / (tp - positive + fp), tp / (tp + fp - negative)
         return positive / positive.sum(), precision, np.nan_to_num(lowest), highest
 

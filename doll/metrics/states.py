@@ -21,7 +21,6 @@ Floats = npt.NDArray[np.float64]
 MAX_STATE_BYTES: Final = 65_536  # an update of a few metrics must fit into a Kafka record
 STDERR, ERROR_BOUND = "_stderr", "_error_bound"
 """The ends of the names of a metric's standard error, and of the bound of its sketch's error."""
-OUTSIDE_DOLL: Final = "expected a kind that no metric of DOLL has"
 
 
 class MetricState(ABC):
@@ -40,7 +39,7 @@ class MetricState(ABC):
         if "kind" in vars(cls):
             known = _KINDS.get(cls.kind)
             if known is not None and known.__module__.startswith(f"{__package__}."):
-                raise TypeError(f"{cls.__name__}.kind: {OUTSIDE_DOLL}, got {cls.kind!r}")
+                raise TypeError(f"{cls.__name__}.kind: expected a kind that no metric of DOLL has, got {cls.kind!r}")
             _KINDS[cls.kind] = cls
 
     @abstractmethod

@@ -40,7 +40,7 @@ def target_reached(stop: StopConfig, evaluation: Evaluated) -> str | None:
     if stop.loss is not None and loss <= stop.loss:
         return f"loss: {loss:.4f} at version {version} reached {stop.loss}"
     value = evaluation.metrics.get(stop.metric or "", math.nan)
-    if stop.is_reached_by(value):
+    if (stop.at_least is not None and value >= stop.at_least) or (stop.at_most is not None and value <= stop.at_most):
         return f"metric: {stop.metric} {value:.4f} at version {version} reached {stop.bound}"
     return None
 
