@@ -6,7 +6,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from doll.config import JobConfig
 from doll.evaluation.evaluator import Evaluation, Evaluator
 from doll.kafka.publisher import Publisher
 from doll.kafka.reader import RESUME_GRACE_S, Partition, Tail
-from doll.monitor.state.history import History
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import HEARTBEAT_EVERY_S
@@ -72,7 +70,6 @@ def _follow(
     heartbeat: Heartbeat,
 ) -> None:
     updates = Partition(config.topic("updates"))
-    published = 0
     started_s = evaluate_at_s = check_kafka_at_s = heartbeat_at_s = time.monotonic()
     grace_s = config.ps.lease_s + RESUME_GRACE_S
     heartbeat.expect("loop", within_s=MAX_EVALUATION_S)
@@ -102,11 +99,7 @@ def _follow(
         now_s = time.monotonic()
         if now_s < evaluate_at_s or not tail.has_read_history(updates):
             continue
-        if evaluator.has_held_out:
-            _publish(config, evaluator, publisher, evaluator.evaluate_newest())
-        elif evaluator.history.version > published:
-            published = evaluator.history.version
-            _publish_prequential(config, evaluator.history, publisher)
+        _publish(config, evaluator, publisher, evaluator.evaluate_newest() or evaluator.not_measured())
         # Use at most half of one processor, even with a large model or held-out set.
         ended_s = time.monotonic()
         evaluate_at_s = max(now_s + config.evaluation.every_s, 2 * ended_s - now_s)
@@ -115,51 +108,28 @@ def _follow(
 def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, evaluation: Evaluation | None) -> None:
     if evaluation is None:
         return
-    error, (prequential, stopping) = evaluation.error, _prequential(evaluator.history)
+    error, history = evaluation.error, evaluator.history
+    window = history.prequential.windowed()
+    prequential = {"loss": window.loss, **window.metrics}
     values = {
         **error.metrics,
         names.VERSION: float(evaluation.version),
         names.TERM: float(evaluation.term),
         names.LOSS: error.loss,
         "evaluate_s": evaluation.seconds,
-        **prequential,
+        "prequential_loss": history.prequential.running().loss,
+        **{f"{names.PREQUENTIAL_WINDOW}{name}": value for name, value in prequential.items()},
     }
+    reached = dict(values)
+    if history.learned_updates >= history.prequential.window:  # few samples may reach any value
+        reached |= {f"prequential_{name}": value for name, value in prequential.items()}
+    metric = config.stop.metric or ""
     evaluated = Evaluated(
         term=evaluation.term, version=evaluation.version, loss=error.loss, accuracy=error.accuracy,
-        metrics=_of_stop(config, {**values, **stopping}),
+        metrics={metric: reached[metric]} if metric in reached else {},
     )  # fmt: skip
-    _send(config, publisher, evaluated, values, evaluation.time_s)
-
-
-def _publish_prequential(config: JobConfig, history: History, publisher: Publisher) -> None:
-    """Publish the prequential metrics of a job without held-out samples."""
-    prequential, stopping = _prequential(history)
-    found = _of_stop(config, stopping)
-    evaluated = Evaluated(term=history.term, version=history.version, loss=math.nan, metrics=found) if found else None
-    _send(config, publisher, evaluated, {**prequential, names.TERM: float(history.term)}, time.time())
-
-
-def _prequential(history: History) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the prequential values to send, and those that a stop rule may name: only of a full window, because few
-    samples may reach any value."""
-    window = history.prequential.windowed()
-    values = {"loss": window.loss, **window.metrics}
-    sent = {f"{names.PREQUENTIAL_WINDOW}{name}": value for name, value in values.items()}
-    is_full = history.learned_updates >= history.prequential.window
-    stopping = {f"prequential_{name}": value for name, value in values.items()} if is_full else {}
-    return {**sent, "prequential_loss": history.prequential.running().loss}, stopping
-
-
-def _of_stop(config: JobConfig, values: Mapping[str, float]) -> dict[str, float]:
-    name = config.stop.metric
-    return {name: values[name]} if name in values else {}
-
-
-def _send(
-    config: JobConfig, publisher: Publisher, evaluated: Evaluated | None, values: Mapping[str, float], time_s: float
-) -> None:  # fmt: skip
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     # While Kafka is unreachable, the queue may fill. A metric that is dropped is replaced by the next one.
-    if evaluated is not None:
+    if evaluated.metrics or not math.isnan(error.loss):
         publisher.try_send(config.topic("events"), evaluated, key=b"evaluator")
-    publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values=known, time_s=time_s))
+    publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values=known, time_s=evaluation.time_s))

@@ -11,20 +11,11 @@ Scores, probabilities, targets and weights are arrays or tensors of shape (n,). 
 `Task.metrics` a parameter `weight` and pass it on. Subclass `MetricState` for a metric that is not here.
 """
 
-from doll.metrics.means import (
-    accuracy,
-    calibration,
-    log_loss,
-    mean,
-    ndcg,
-    normalized_entropy,
-    pinball_loss,
-    rmse,
-)
+from doll.metrics.means import accuracy, calibration, log_loss, mean, ndcg, normalized_entropy, pinball_loss, rmse
 from doll.metrics.ranking import auc, average_precision
-from doll.metrics.states import MetricState
+from doll.metrics.states import MetricState, by_segment
 
 __all__ = [
-    "MetricState", "accuracy", "auc", "average_precision", "calibration", "log_loss", "mean", "ndcg",
+    "MetricState", "accuracy", "auc", "average_precision", "by_segment", "calibration", "log_loss", "mean", "ndcg",
     "normalized_entropy", "pinball_loss", "rmse",
 ]  # fmt: skip

@@ -56,14 +56,13 @@ class Mean(_Sums):
         return _ratio(self.sums[1], self.sums[0])
 
     def stderr(self) -> float:
-        """Return the standard error of a weighted mean of independent values."""
         total, _, w2, w2_v, w2_v2 = self.sums
         mean = Mean.compute(self)
         return _ratio(_root(w2_v2 - 2 * mean * w2_v + mean * mean * w2), total)
 
 
 class Rmse(Mean):
-    """The root of a mean of squares."""
+    """The root of a mean of squares, with the standard error of the delta method."""
 
     kind = "rmse"
 
@@ -71,12 +70,11 @@ class Rmse(Mean):
         return _root(super().compute())
 
     def stderr(self) -> float:
-        """Return the standard error by the delta method."""
         return _ratio(super().stderr(), 2 * self.compute())
 
 
 class NormalizedEntropy(_Sums):
-    """The mean log-loss over the entropy of the mean label. Sums: those of `Mean` for the log-loss, and w y."""
+    """The mean log-loss over the entropy of the mean label, whose error is not counted. Sums: those of `Mean`, w y."""
 
     kind = "normalized_entropy"
     size = 6
@@ -89,12 +87,11 @@ class NormalizedEntropy(_Sums):
         return _ratio(Mean(self.sums[:5]).compute(), self._entropy())
 
     def stderr(self) -> float:
-        """Return the standard error for a known mean label."""
         return _ratio(Mean(self.sums[:5]).stderr(), self._entropy())
 
 
 class Calibration(_Sums):
-    """The sum of predictions over the sum of labels. Sums: w, w p, w y, w² p², w² p y, w² y²."""
+    """The sum of predictions over that of labels. Sums: w, w p, w y, w² p², w² p y, w² y². Its error is linearised."""
 
     kind = "calibration"
     size = 6
@@ -103,7 +100,6 @@ class Calibration(_Sums):
         return _ratio(self.sums[1], self.sums[2])
 
     def stderr(self) -> float:
-        """Return the standard error of a ratio of two means (linearised)."""
         ratio, (_, _, labels, pp, py, yy) = self.compute(), self.sums
         return _ratio(_root(pp - 2 * ratio * py + ratio * ratio * yy), labels)
 

@@ -19,7 +19,6 @@ Keys = npt.NDArray[np.int64]
 
 MAX_SCORES: Final = 1024
 MAX_SCORES_IN_MEMORY: Final = 65_536
-_MAX_SHIFT: Final = 63
 
 
 class _Table(NamedTuple):
@@ -103,10 +102,10 @@ class _Ranking(MetricState):
         numbers = np.array([*squares, invalid], dtype=float)
         if not (
             (type(shift), type(most)) == (int, int)
-            and 0 <= shift <= _MAX_SHIFT
+            and 0 <= shift <= 63
             and all(array.shape == rows[0].shape == (len(keys),) for array in rows)
             and max(2, len(keys)) <= most <= MAX_SCORES_IN_MEMORY
-            and (rows[0][1:] > rows[0][:-1]).all() and np.isin(rows[0] >> (_MAX_SHIFT - shift), (-1, 0)).all()
+            and (rows[0][1:] > rows[0][:-1]).all() and np.isin(rows[0] >> (63 - shift), (-1, 0)).all()
             and len(squares) == 2
             and all((np.isfinite(array) & (array >= 0)).all() for array in (*rows[1:], numbers))
         ):  # fmt: skip
@@ -119,11 +118,6 @@ class _Ranking(MetricState):
         if self._table.invalid or not (positives > 0 and negatives > 0):
             return None
         return self._table.positive / positives, self._table.negative / negatives
-
-    def _sizes(self) -> list[float]:
-        """Return the effective numbers of positives and negatives: (sum w)² / sum w²."""
-        totals = self._table.positive.sum(), self._table.negative.sum()
-        return [float(total**2 / square) for total, square in zip(totals, self._table.squares, strict=True)]
 
 
 class Auc(_Ranking):
@@ -138,15 +132,16 @@ class Auc(_Ranking):
         return float(positive @ (np.cumsum(negative) - negative / 2))
 
     def stderr(self) -> float:
-        """Return the standard error of DeLong et al. (1988)."""
+        """Return the standard error of DeLong et al. (1988), with the effective number (sum w)² / sum w² of samples."""
         if (classes := self._classes()) is None:
             return math.nan
         positive, negative = classes
         area = self.compute()
         below, above = np.cumsum(negative) - negative / 2, 1 - np.cumsum(positive) + positive / 2
         variances = positive @ (below - area) ** 2, negative @ (above - area) ** 2
-        pairs = list(zip(variances, self._sizes(), strict=True))
-        return math.sqrt(sum(v / (n - 1) for v, n in pairs)) if all(n > 1 for _, n in pairs) else math.nan
+        totals = self._table.positive.sum(), self._table.negative.sum()
+        sizes = [float(total**2 / square) for total, square in zip(totals, self._table.squares, strict=True)]
+        return math.sqrt(sum(variances / (np.array(sizes) - 1))) if min(sizes) > 1 else math.nan
 
     def error_bound(self) -> float:
         """Return half the share of the pairs whose order is not known, because both are in one row."""
@@ -155,7 +150,7 @@ class Auc(_Ranking):
 
 
 class AveragePrecision(_Ranking):
-    """The sum of the precisions at each threshold, each times its step of the recall; not interpolated."""
+    """The sum of the precisions at each threshold, each times its step of the recall; without a standard error."""
 
     kind = "average_precision"
 
@@ -178,11 +173,6 @@ class AveragePrecision(_Ranking):
         share, precision, _, _ = self._precisions()
         return float(share[share > 0] @ precision[share > 0])
 
-    def stderr(self) -> float:
-        """Return the standard error of a proportion of the positives (Boyd et al., ECML PKDD 2013, section 3)."""
-        value = self.compute()
-        return math.nan if math.isnan(value) else math.sqrt(max(value * (1 - value), 0.0) / self._sizes()[0])
-
     def error_bound(self) -> float:
         """Return the error if the samples of each row are in the worst order."""
         if not self._table.shift or self._classes() is None:
@@ -203,8 +193,6 @@ def auc(score: Any, target: Any, weight: Any = None, *, max_scores: int = MAX_SC
     return Auc.of(score, target, weight, max_scores)
 
 
-def average_precision(
-    score: Any, target: Any, weight: Any = None, *, max_scores: int = MAX_SCORES
-) -> AveragePrecision:  # fmt: skip
+def average_precision(score: Any, target: Any, weight: Any = None, *, max_scores: int = MAX_SCORES) -> AveragePrecision:
     """Return the average precision, the usual form of PR-AUC. For the arguments see `auc`."""
     return AveragePrecision.of(score, target, weight, max_scores)

@@ -7,7 +7,7 @@ a record cannot make it import anything.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Self
 
 import msgspec
@@ -19,6 +19,7 @@ from doll.errors import RecordError
 Floats = npt.NDArray[np.float64]
 
 MAX_STATE_BYTES: Final = 65_536  # an update of a few metrics must fit into a Kafka record
+_MAX_SEGMENTS: Final = 50
 STDERR, ERROR_BOUND = "_stderr", "_error_bound"
 """The ends of the names of a metric's standard error, and of the bound of its sketch's error."""
 
@@ -98,10 +99,8 @@ def from_bytes(data: bytes) -> MetricState:
     try:
         kind, content = msgspec.msgpack.decode(data, type=tuple[str, Any])
         if kind not in _KINDS:
-            raise RecordError(f"expected a metric state of {sorted(_KINDS)}, got {kind[:60]!r}")
+            raise ValueError(f"expected one of {sorted(_KINDS)}, got {kind[:60]!r}")
         return _KINDS[kind].decode(content)
-    except RecordError:
-        raise
     except Exception as exc:  # also from the `decode` of a user's class
         raise RecordError(f"not a metric state: {type(exc).__name__}: {exc}"[:300]) from exc
 
@@ -153,6 +152,24 @@ def values_of(name: str, state: MetricState) -> dict[str, float]:
     """Return a metric with its standard error and the bound of its error, under their names, as far as known."""
     values = {name: state.compute(), f"{name}{STDERR}": state.stderr(), f"{name}{ERROR_BOUND}": state.error_bound()}
     return {key: value for key, value in values.items() if key == name or value > 0}
+
+
+def by_segment(
+    name: str, make: Callable[..., MetricState], *arrays: Any, segment: Any, segments: Sequence[Any]
+) -> dict[str, MetricState]:  # fmt: skip
+    """Return the metric `name` of all samples, and of each segment as `name[segment]`, for `Task.metrics`.
+
+    Args:
+        make: function of `arrays`, such as `metrics.auc` of scores, targets and weights.
+        segment: segment of each sample, shape (n,).
+        segments: the segments to show, at most 50. All others are `name[other]`.
+    """
+    if len(segments) > _MAX_SEGMENTS:
+        raise ValueError(f"segments: expected at most {_MAX_SEGMENTS}, got {len(segments)}")
+    whole, of_sample = [as_array(array) for array in arrays], as_array(segment).reshape(-1)
+    rows = {str(label): of_sample == label for label in segments} | {"other": ~np.isin(of_sample, list(segments))}
+    parts = {f"{name}[{label}]": make(*(array[at] for array in whole)) for label, at in rows.items() if at.any()}
+    return {name: make(*whole), **parts}
 
 
 def columns(what: str, *arrays: Any, weight: Any = None) -> tuple[Floats, ...]:

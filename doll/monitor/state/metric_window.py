@@ -41,7 +41,8 @@ class MetricWindow:
         """Add the encoded states of an update. States that cannot be decoded are left out."""
         if not states and not self._kept:
             return
-        states = {name: states[name] for name in sorted(states) if self._takes(name)}
+        self._names.update(sorted(states)[: max(0, _MAX_METRICS - len(self._names))])
+        states = {name: states[name] for name in states if name in self._names}
         self._kept.append((version, states))
         self._bytes += _size(states)
         self._all = _merged([self._all, _decoded(states)])
@@ -49,11 +50,6 @@ class MetricWindow:
             self._until, oldest = self._kept.popleft()
             self._bytes -= _size(oldest)
             self._earlier = _merged([self._earlier, _decoded(oldest)])
-
-    def _takes(self, name: str) -> bool:
-        if len(self._names) < _MAX_METRICS:
-            self._names.add(name)
-        return name in self._names
 
     def rollback(self, version: int) -> None:
         """Forget the updates above `version`."""
@@ -82,9 +78,10 @@ def split_metrics(metrics: Mapping[str, float | bytes]) -> tuple[dict[str, float
     return {name: value for name, value in metrics.items() if not isinstance(value, bytes)}, states
 
 
-def update_values(states: Mapping[str, bytes]) -> dict[str, float]:
-    """Return the metrics of encoded states, as far as they can be decoded."""
-    return _values(_decoded(states))
+def update_values(metrics: Mapping[str, float | bytes]) -> dict[str, float]:
+    """Return the means of an update, and the metrics of its states as far as they can be decoded."""
+    means, states = split_metrics(metrics)
+    return means | _values(_decoded(states))
 
 
 def _size(states: Mapping[str, bytes]) -> int:

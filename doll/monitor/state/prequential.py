@@ -98,15 +98,13 @@ class Prequential:
 
     def running(self) -> Means:
         """Return the means over all samples so far."""
-        return self._with(self._since(None), self._states.running())
+        means = self._since(None)
+        return means._replace(metrics=means.metrics | self._states.running())
 
     def windowed(self) -> Means:
         """Return the means over the samples of the last `window` updates."""
-        return self._with(self._since(max(0, len(self._versions) - 1 - self.window)), self._states.windowed())
-
-    @staticmethod
-    def _with(means: Means, values: Mapping[str, float]) -> Means:
-        return means._replace(metrics={**means.metrics, **values}) if values else means
+        means = self._since(max(0, len(self._versions) - 1 - self.window))
+        return means._replace(metrics=means.metrics | self._states.windowed())
 
     def _since(self, point: int | None) -> Means:
         """Return the means since an index. None: since the beginning of the run."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from doll.amounts import clock, clock_range, date_time, known, number, usd, usd_range
 from doll.config.pipeline import PipelineConfig
-from doll.monitor.state.metric_window import split_metrics, update_values
+from doll.monitor.state.metric_window import update_values
 from doll.monitor.state.progress import MAX_UPDATES
 from doll.monitor.state.watched_job import KeptVersions, PageState
 from doll.monitor.views.text import worker_state
@@ -93,14 +93,12 @@ def _update(state: PageState, version: int) -> Detail | None:
         if not state.is_live:
             where += ", and so does the folder of a run that has ended"
         return _detail(f"Update {version}", {**_row_facts(row), "offsets": where})
-    numbers, states = split_metrics(update.metrics)
-    metrics = numbers | update_values(states)
     is_void = (update.term, update.version) in state.history.updates.void_of(MAX_UPDATES)
     facts = {
         "samples": f"{update.n_samples:,}",
         "void": "not in the model: a later server began before it, after a crash or doll rollback" if is_void else "",
         "prequential loss": number(update.loss),
-        **{f"prequential {name}": number(value) for name, value in metrics.items()},
+        **{f"prequential {name}": number(value) for name, value in update_values(update.metrics).items()},
         "from the first grant": f"{number(update.grant_to_update_s)} s",
         "at the server": f"{number(1000 * update.apply_s)} ms",
         "term": str(update.term),

@@ -48,11 +48,7 @@ def _readiness(snapshot: JobSnapshot) -> str:
 
 
 def with_error(name: str, values: Mapping[str, float]) -> str:
-    """Return a metric with its 95 % interval and the bound of its error, as far as `values` has them.
-
-    >>> with_error("auc", {"auc": 0.8125, "auc_stderr": 0.01})
-    '0.8125 ± 0.0196'
-    """
+    """Return a metric with its 95 % interval and the bound of its error, as far as `values` has them."""
     text, stderr, bound = number(values[name]), values.get(name + STDERR), values.get(name + ERROR_BOUND)
     if stderr is not None and known(stderr):
         text += f" ± {number(1.96 * stderr)}"
