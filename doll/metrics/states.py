@@ -19,7 +19,6 @@ from doll.errors import RecordError
 Floats = npt.NDArray[np.float64]
 
 MAX_STATE_BYTES: Final = 65_536  # an update of a few metrics must fit into a Kafka record
-_MAX_SEGMENTS: Final = 50
 STDERR, ERROR_BOUND = "_stderr", "_error_bound"
 """The ends of the names of a metric's standard error, and of the bound of its sketch's error."""
 
@@ -164,8 +163,8 @@ def by_segment(
         segment: segment of each sample, shape (n,).
         segments: the segments to show, at most 50. All others are `name[other]`.
     """
-    if len(segments) > _MAX_SEGMENTS:
-        raise ValueError(f"segments: expected at most {_MAX_SEGMENTS}, got {len(segments)}")
+    if len(segments) > 50:
+        raise ValueError(f"segments: expected at most 50, got {len(segments)}")
     whole, of_sample = [as_array(array) for array in arrays], as_array(segment).reshape(-1)
     rows = {str(label): of_sample == label for label in segments} | {"other": ~np.isin(of_sample, list(segments))}
     parts = {f"{name}[{label}]": make(*(array[at] for array in whole)) for label, at in rows.items() if at.any()}

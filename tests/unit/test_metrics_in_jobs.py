@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import metric_task
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -12,7 +15,7 @@ import torch
 from doll import metrics
 from doll.errors import TaskError
 from doll.evaluation.heldout import HeldOut
-from doll.metrics.states import STDERR, MetricState, combined, to_bytes
+from doll.metrics.states import STDERR, MetricState, combined, from_bytes, merged, to_bytes
 from doll.monitor.state.csv_file import CsvFile, read_rows
 from doll.monitor.state.history import History
 from doll.monitor.views.prometheus import JobMetrics
@@ -20,6 +23,7 @@ from doll.ps.engine.events import Event
 from doll.records.control import Push, Update, decode, encode
 from doll.task import passes
 from doll.task.batches import SampleBatch
+from paths import ROOT
 from record_builders import term_started
 from sklearn.metrics import log_loss, roc_auc_score
 from threadless_jobs import BATCHES, Job
@@ -100,7 +104,7 @@ def test_a_resume_and_a_regrid_count_each_sample_once() -> None:
     history.feed(term_started(2, 40))
     for version in range(41, 61):
         history.feed(stream.update(2, version, order[[version + 100]]))
-    history.feed(term_started(3, 60, grid=1))
+    history.feed(msgspec.structs.replace(term_started(3, 60), grid=1))
     for version in range(61, 76):
         history.feed(stream.update(3, version, order[200 + 7 * (version - 61) : 207 + 7 * (version - 61)]))
     history.feed(stream.update(2, 76, order[[299]]))  # from the server that was replaced
@@ -115,7 +119,7 @@ def test_the_files_have_the_metric_of_each_update(tmp_path: Path) -> None:
     for record in (term_started(1), stream.update(1, 1, np.arange(4)), stream.update(1, 2, np.arange(4, 9))):
         history.feed(record)
         prometheus.feed(record)
-    CsvFile(tmp_path / "updates.csv", history.updates)
+    CsvFile(tmp_path / "updates.csv", history.updates).sync(changed=True)
     rows = list(read_rows(tmp_path / "updates.csv"))
     assert [row["update_auc"] for row in rows] == [
         pytest.approx(stream.auc(np.arange(4))), pytest.approx(stream.auc(np.arange(4, 9))),
@@ -123,6 +127,24 @@ def test_the_files_have_the_metric_of_each_update(tmp_path: Path) -> None:
     assert prometheus.samples()[("doll_update_prequential_auc", ())] == pytest.approx(stream.auc(np.arange(4, 9)))
     ended = History.of_rows(rows, ())
     assert "auc" not in ended.prequential.running().metrics, "a mean of the updates' values is not the metric"
+
+
+def test_the_code_of_the_guide_runs() -> None:
+    names: dict[str, Any] = {"__name__": "guide"}
+    for block in re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/guide/metrics.md").read_text(), re.M | re.S):
+        exec(block, names)
+    task = names["Clicks"]()
+    lines = [
+        b'{"price": %d, "device": %d, "clicked": %s}' % (at, at % 3, (b"true", b"false")[at % 2]) for at in range(9)
+    ]
+    x, y = zip(*((sample.x, sample.y) for sample in map(task.decode, lines)), strict=True)
+    target = {name: torch.tensor(np.array([part[name] for part in y])) for name in y[0]}
+    values = task.metrics(task.build_model()(torch.tensor(np.array(x))), target)
+    assert {"auc", "auc[0]", "auc[1]", "auc[other]", "calibration"} <= values.keys()
+    parts = [from_bytes(to_bytes(values[name])) for name in ("auc[0]", "auc[1]", "auc[other]")]
+    assert merged(parts).compute() == values["auc"].compute()
+    largest = names["Largest"]
+    assert merged([largest(1), from_bytes(to_bytes(largest(3))), largest(2)]).compute() == 3
 
 
 def test_held_out_metrics_are_those_of_all_samples() -> None:

@@ -144,7 +144,7 @@ def test_a_sketch_is_within_its_bound_and_the_same_in_any_order(make: Callable[.
     assert exact.compute() == pytest.approx(truth(y, p), abs=1e-9)
 
 
-# Not average precision: the interval of a proportion is too short for it if the scores are good.
+# Average precision has no standard error.
 @pytest.mark.parametrize("name", [name for name in MAKE if "precision" not in name])
 def test_about_95_of_100_intervals_contain_the_metric(name: str) -> None:
     make, expected = MAKE[name]

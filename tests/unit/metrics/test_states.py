@@ -125,6 +125,16 @@ def test_unknown_errors_are_not_shown() -> None:
     assert set(values_of("m", metrics.mean([1.0, 3.0]))) == {"m", "m_stderr"}
 
 
+def test_segments_are_those_that_are_listed() -> None:
+    score, label, device = [0.1, 0.9, 0.5, 0.4], [0, 1, 0, 1], ["phone", "phone", "watch", "tablet"]
+    values = metrics.by_segment("auc", metrics.auc, score, label, segment=device, segments=("phone", "tablet", "radio"))
+    assert {name: len(state.encode()[0]) for name, state in values.items()} == {
+        "auc": 4, "auc[phone]": 2, "auc[tablet]": 1, "auc[other]": 1,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="at most 50, got 51"):
+        metrics.by_segment("auc", metrics.auc, score, label, segment=device, segments=range(51))
+
+
 def test_tensors_are_taken() -> None:
     class Tensor:
         """The part of a tensor that is needed, without torch."""
