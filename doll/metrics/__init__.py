@@ -1,11 +1,8 @@
 """Metrics as mergeable states: the value over many batches is that over their samples, not a mean of values of batches.
 
-from doll import Task, metrics
-
-class Clicks(Task):
-    def metrics(self, output, target):
-        p = torch.sigmoid(output)
-        return {"auc": metrics.auc(p, target), "log_loss": metrics.log_loss(p, target)}
+def metrics(self, output, target):  # of a doll.Task
+    p = torch.sigmoid(output)
+    return {"auc": metrics.auc(p, target), "log_loss": metrics.log_loss(p, target)}
 
 Scores, probabilities, targets and weights are arrays or tensors of shape (n,). If samples have weights, give
 `Task.metrics` a parameter `weight` and pass it on. Subclass `MetricState` for a metric that is not here.

@@ -430,7 +430,7 @@ class ParameterServer:
         num_samples = self._timed(self._host.apply, action)
         self._unreported = action, functools.partial(
             _update_record, action, term=self.engine.term, num_samples=num_samples, apply_s=self._busy_s,
-            now=self._clock(),
+            now=self._clock(), counters=self.engine.counters,
         )  # fmt: skip
         self._busy_s = 0.0
 
@@ -599,13 +599,15 @@ def _check_fencing(server: ParameterServer, *, paused_s: float, lease_s: float) 
         log.warning("store_unavailable", error=str(exc), action="trying again")
 
 
-def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float) -> Update:
+def _update_record(
+    update: ev.ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float, counters: Counter[str]
+) -> Update:  # fmt: skip
     """Return the record of one update, which has learned `num_samples` samples and took `apply_s` seconds at the
     server. `now`: time at which the update was applied, in monotonic seconds on the clock of the grants."""
     batches = [batch for item in update.sets for batch in item.push.batches]
     metrics, num_refused = combined([(batch.metric_sums, batch.total_weight) for batch in batches])
     if num_refused:
-        log.warning("metric_states_refused", version=update.version, metrics=num_refused, hint="see Task.metrics")
+        counters["refused_metric_states"] += num_refused
     weight = sum(batch.total_weight for batch in batches)
     return Update(
         term=term,
