@@ -81,7 +81,8 @@ class _Ranking(MetricState):
         tables = [self._table, *(other._table for other in others)]
         shift = max(table.shift for table in tables)
         keys = np.concatenate([table.keys >> (shift - table.shift) for table in tables])
-        positive, negative = (np.concatenate([table[at] for table in tables]) for at in (1, 2))
+        positive = np.concatenate([table.positive for table in tables])
+        negative = np.concatenate([table.negative for table in tables])
         squares = (sum(table.squares[0] for table in tables), sum(table.squares[1] for table in tables))
         most, invalid = max(table.max_scores for table in tables), sum(table.invalid for table in tables)
         return type(self)(_Table(keys, positive, negative, shift, most, squares, invalid).grouped())
@@ -90,10 +91,9 @@ class _Ranking(MetricState):
         return type(self)(self._table._replace(max_scores=MAX_SCORES_IN_MEMORY))
 
     def encode(self) -> list[Any]:
-        keys, *weights, shift, most, squares, invalid = self._table
-        # Most weights are whole numbers, which are short.
-        short = [[int(x) if x.is_integer() else x for x in column.tolist()] for column in weights]
-        return [keys.tolist(), *short, shift, most, list(squares), invalid]
+        table, weights = self._table, (self._table.positive.tolist(), self._table.negative.tolist())
+        short = [[int(x) if x.is_integer() else x for x in column] for column in weights]  # whole numbers are short
+        return [table.keys.tolist(), *short, table.shift, table.max_scores, list(table.squares), table.invalid]
 
     @classmethod
     def decode(cls, content: Any) -> Self:

@@ -162,6 +162,7 @@ def metric_values(task: Task, output: Any, inputs: Inputs) -> dict[str, float | 
         return {
             name: value if isinstance(value, MetricState) else float(value) * inputs.total_weight
             for name, value in means.items()
+            if inputs.total_weight or not isinstance(value, MetricState)  # such a batch counts in no state
         }
     if inputs.weight is not None and not task.defines("metrics"):
         if task.num_classes is None:

@@ -180,6 +180,8 @@ def test_states_of_weighted_samples_need_the_weights() -> None:
             passes.metric_sums(task, torch.zeros(count, 2), passes.inputs_of(task, batch))
         task = Weighted(features=6)
         assert passes.metric_sums(task, torch.zeros(count, 2), passes.inputs_of(task, batch))
+        nothing = batch._replace(weight=np.zeros(count, np.float32))
+        assert not passes.metric_sums(task, torch.zeros(count, 2), passes.inputs_of(task, nothing))
 
 
 def test_a_state_that_is_too_long_is_the_tasks_fault() -> None:

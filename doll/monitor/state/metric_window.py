@@ -55,8 +55,6 @@ class MetricWindow:
         """Forget the updates above `version`."""
         if version < self._until:
             self._begin()
-        if not self._kept or self._kept[-1][0] <= version:
-            return
         while self._kept and self._kept[-1][0] > version:
             self._bytes -= _size(self._kept.pop()[1])
         self._all = _merged([self._earlier, *(_decoded(states) for _, states in self._kept)])

@@ -49,10 +49,9 @@ def _readiness(snapshot: JobSnapshot) -> str:
 
 def with_error(name: str, values: Mapping[str, float]) -> str:
     """Return a metric with its 95 % interval and the bound of its error, as far as `values` has them."""
-    text, stderr, bound = number(values[name]), values.get(name + STDERR), values.get(name + ERROR_BOUND)
-    if stderr is not None and known(stderr):
-        text += f" ± {number(1.96 * stderr)}"
-    return text if bound is None or not known(bound) else f"{text}, sketch error at most {number(bound)}"
+    stderr, bound = (values.get(name + end, float("nan")) for end in (STDERR, ERROR_BOUND))
+    text = number(values[name]) + (f" ± {number(1.96 * stderr)}" if known(stderr) else "")
+    return text + (f", sketch error at most {number(bound)}" if known(bound) else "")
 
 
 def verdict(snapshot: JobSnapshot) -> str:
