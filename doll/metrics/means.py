@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar, Final, Self
 
 import numpy as np
@@ -20,7 +20,7 @@ class _Sums(MetricState):
 
     size: ClassVar[int]
 
-    def __init__(self, sums: Sequence[float]) -> None:
+    def __init__(self, sums: Iterable[Any]) -> None:
         self.sums = tuple(map(float, sums))
 
     def merge(self, *others: Self) -> Self:
@@ -48,7 +48,7 @@ class Mean(_Sums):
     size = 5
 
     @classmethod
-    def of(cls, values: Floats, weight: Floats) -> Self:
+    def from_values(cls, values: Floats, weight: Floats) -> Self:
         square = weight * weight
         return cls([weight.sum(), weight @ values, square.sum(), square @ values, square @ values**2])
 
@@ -115,7 +115,7 @@ def _root(value: float) -> float:
 
 def mean(values: Any, weight: Any = None) -> Mean:
     """Return the mean of one value for each sample, with its standard error."""
-    return Mean.of(*columns("mean", values, weight=weight))
+    return Mean.from_values(*columns("mean", values, weight=weight))
 
 
 def accuracy(output: Any, target: Any, weight: Any = None) -> Mean:
@@ -129,7 +129,7 @@ def accuracy(output: Any, target: Any, weight: Any = None) -> Mean:
     output = as_array(output)
     answers = output.argmax(axis=1) if output.ndim == 2 else output >= 0.5
     answers, target, weight = columns("accuracy", answers, target, weight=weight)
-    return Mean.of((answers == target).astype(np.float64), weight)
+    return Mean.from_values((answers == target).astype(np.float64), weight)
 
 
 def log_loss(probability: Any, target: Any, weight: Any = None) -> Mean:
@@ -148,7 +148,7 @@ def log_loss(probability: Any, target: Any, weight: Any = None) -> Mean:
         chosen = np.where(target > 0, chosen, 1 - chosen)
     if ((chosen < -_ROUNDED) | (chosen > 1 + _ROUNDED)).any():
         raise ValueError("log_loss: expected probabilities, got numbers below 0 or above 1: use sigmoid or softmax")
-    return Mean.of(-np.log(np.clip(chosen, _SMALLEST, 1 - _SMALLEST)), weight)
+    return Mean.from_values(-np.log(np.clip(chosen, _SMALLEST, 1 - _SMALLEST)), weight)
 
 
 def normalized_entropy(probability: Any, target: Any, weight: Any = None) -> NormalizedEntropy:
@@ -173,7 +173,7 @@ def calibration(probability: Any, target: Any, weight: Any = None) -> Calibratio
 def rmse(prediction: Any, target: Any, weight: Any = None) -> Rmse:
     """Return the root of the mean squared error."""
     prediction, target, weight = columns("rmse", prediction, target, weight=weight)
-    return Rmse.of((prediction - target) ** 2, weight)
+    return Rmse.from_values((prediction - target) ** 2, weight)
 
 
 def pinball_loss(prediction: Any, target: Any, quantile: float, weight: Any = None) -> Mean:
@@ -182,7 +182,7 @@ def pinball_loss(prediction: Any, target: Any, quantile: float, weight: Any = No
         raise ValueError(f"pinball_loss: expected a quantile between 0 and 1, got {quantile}")
     prediction, target, weight = columns("pinball_loss", prediction, target, weight=weight)
     above = target - prediction
-    return Mean.of(np.maximum(quantile * above, (quantile - 1) * above), weight)
+    return Mean.from_values(np.maximum(quantile * above, (quantile - 1) * above), weight)
 
 
 def ndcg(score: Any, relevance: Any, group: Any, k: int | None = None) -> Mean:
@@ -205,7 +205,7 @@ def ndcg(score: Any, relevance: Any, group: Any, k: int | None = None) -> Mean:
     starts = np.flatnonzero(np.diff(group[kept])) + 1
     parts = [part for part in np.split(kept, starts) if len(part)]
     values = np.array([_ndcg_of(score[part], relevance[part], k) for part in parts])
-    return Mean.of(values, np.ones(len(values)))
+    return Mean.from_values(values, np.ones(len(values)))
 
 
 def _ndcg_of(score: Floats, relevance: Floats, k: int | None) -> float:

@@ -44,7 +44,7 @@ class _Table(NamedTuple):
     def grouped(self) -> _Table:
         """Return the table with each key once, and as many leading bits as `max_scores` allows."""
         keys, row = np.unique(self.keys, return_inverse=True)
-        positive, negative = np.bincount(row, self.positive), np.bincount(row, self.negative)
+        positive, negative = (np.bincount(row, of).astype(np.float64) for of in (self.positive, self.negative))
         table = self._replace(keys=keys, positive=positive, negative=negative)
         if len(keys) <= self.max_scores:
             return table
@@ -65,7 +65,7 @@ class _Ranking(MetricState):
         self._table = table
 
     @classmethod
-    def of(cls, score: Any, target: Any, weight: Any, max_scores: int) -> Self:
+    def from_samples(cls, score: Any, target: Any, weight: Any, max_scores: int) -> Self:
         if not 2 <= max_scores <= MAX_SCORES_IN_MEMORY:
             raise ValueError(f"max_scores: expected 2 to {MAX_SCORES_IN_MEMORY:,}, got {max_scores}")
         score, target, weight = columns(cls.kind, score, target, weight=weight)
@@ -190,9 +190,9 @@ def auc(score: Any, target: Any, weight: Any = None, *, max_scores: int = MAX_SC
         max_scores: maximum number of distinct scores of an exact state; `MetricState.error_bound` bounds the error
             above it. A state of more than about 4,000 scores is too long for a record.
     """
-    return Auc.of(score, target, weight, max_scores)
+    return Auc.from_samples(score, target, weight, max_scores)
 
 
 def average_precision(score: Any, target: Any, weight: Any = None, *, max_scores: int = MAX_SCORES) -> AveragePrecision:
     """Return the average precision, the usual form of PR-AUC. For the arguments see `auc`."""
-    return AveragePrecision.of(score, target, weight, max_scores)
+    return AveragePrecision.from_samples(score, target, weight, max_scores)

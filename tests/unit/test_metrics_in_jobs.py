@@ -167,7 +167,7 @@ def test_states_of_weighted_samples_need_the_weights() -> None:
             return {"auc": metrics.auc(output[:, 1], target)}
 
     class Weighted(metric_task.Scored):
-        def metrics(  # type: ignore[override]
+        def metrics(
             self, output: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None
         ) -> dict[str, MetricState]:
             return {"auc": metrics.auc(output[:, 1], target, weight)}

@@ -20,7 +20,7 @@ class MetricWindow:
 
     The states of single updates are kept as long as they are in the window or fit into a limit of bytes; those before
     are merged. A rollback to a version before the kept ones forgets all earlier states: the metrics over the whole run
-    then begin anew.
+    then begin there.
 
     Args:
         window: number of updates in the windowed metrics; at least 1.

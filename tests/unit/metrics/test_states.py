@@ -101,8 +101,8 @@ def test_the_longest_state_of_the_usual_limit_fits() -> None:
 
 
 def test_batches_are_combined() -> None:
-    first = {"auc": to_bytes(metrics.auc([0.1, 0.9], [0, 1])), "hits": 3.0}
-    second = {"auc": to_bytes(metrics.auc([0.5], [1])), "hits": 5.0}
+    first: dict[str, float | bytes] = {"auc": to_bytes(metrics.auc([0.1, 0.9], [0, 1])), "hits": 3.0}
+    second: dict[str, float | bytes] = {"auc": to_bytes(metrics.auc([0.5], [1])), "hits": 5.0}
     values, refused = combined([(first, 2.0), (second, 2.0)])
     assert refused == 0
     assert values["hits"] == 2.0
@@ -112,8 +112,9 @@ def test_batches_are_combined() -> None:
 
 def test_states_that_do_not_fit_together_are_left_out() -> None:
     auc, mean = to_bytes(metrics.auc([0.1], [0])), to_bytes(metrics.mean([1.0]))
-    first = {"a": auc, "b": auc, "c": b"?", "d": auc}
-    values, refused = combined([(first, 1.0), ({"a": mean, "b": 1.0, "c": b"?", "d": auc}, 1.0)])
+    first: dict[str, float | bytes] = {"a": auc, "b": auc, "c": b"?", "d": auc}
+    second: dict[str, float | bytes] = {"a": mean, "b": 1.0, "c": b"?", "d": auc}
+    values, refused = combined([(first, 1.0), (second, 1.0)])
     assert (set(values), refused) == ({"d"}, 3)
     assert combined([({}, 0.0)]) == ({}, 0)
     with pytest.raises(RecordError, match="one metric"):

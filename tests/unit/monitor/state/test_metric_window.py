@@ -28,7 +28,7 @@ def test_windows_and_rollbacks() -> None:
     assert (window.running(), window.windowed()) == ({}, {})
 
 
-def test_old_states_are_merged_and_a_rollback_before_them_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_states_are_merged_and_a_rollback_before_them_begins_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("doll.monitor.state.metric_window._MAX_BYTES", 2_000)
     window = MetricWindow(2)
     for version in range(1, 101):
