@@ -12,7 +12,6 @@ from doll.metrics.states import Floats, MetricState, as_array, columns
 
 _NO_GROUP: Final = -(2**63)  # `doll.task.forms.NO_GROUP`
 _SMALLEST: Final = float(np.finfo(np.float64).eps)  # as in scikit-learn's log_loss
-_ROUNDED: Final = 1e-3  # a probability of few bits may be this far outside of 0 to 1
 
 
 class _Sums(MetricState):
@@ -124,7 +123,6 @@ def accuracy(output: Any, target: Any, weight: Any = None) -> Mean:
     Args:
         output: shape (n, classes): the largest value counts; or (n,): the probability of class 1, which is answered
             from 0.5.
-        target: classes, shape (n,).
     """
     output = as_array(output)
     answers = output.argmax(axis=1) if output.ndim == 2 else output >= 0.5
@@ -137,7 +135,6 @@ def log_loss(probability: Any, target: Any, weight: Any = None) -> Mean:
 
     Args:
         probability: of class 1, shape (n,), or of each class, shape (n, classes). Not logits.
-        target: classes, shape (n,).
     """
     probability = as_array(probability)
     if probability.ndim == 2:
@@ -146,7 +143,7 @@ def log_loss(probability: Any, target: Any, weight: Any = None) -> Mean:
     else:
         chosen, target, weight = columns("log_loss", probability, target, weight=weight)
         chosen = np.where(target > 0, chosen, 1 - chosen)
-    if ((chosen < -_ROUNDED) | (chosen > 1 + _ROUNDED)).any():
+    if (np.abs(chosen - 0.5) > 0.501).any():  # a probability of few bits may be a little outside of 0 to 1
         raise ValueError("log_loss: expected probabilities, got numbers below 0 or above 1: use sigmoid or softmax")
     return Mean.from_values(-np.log(np.clip(chosen, _SMALLEST, 1 - _SMALLEST)), weight)
 
@@ -156,7 +153,6 @@ def normalized_entropy(probability: Any, target: Any, weight: Any = None) -> Nor
 
     Args:
         probability: of label 1, shape (n,). Not logits.
-        target: labels 0 or 1, shape (n,).
     """
     sums = log_loss(probability, target, weight).sums
     target, weight = columns("normalized_entropy", target, weight=weight)

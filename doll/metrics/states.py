@@ -24,12 +24,9 @@ STDERR, ERROR_BOUND = "_stderr", "_error_bound"
 
 
 class MetricState(ABC):
-    """The state of a metric over some samples. States are immutable.
+    """The state of a metric over some samples. States are immutable. `kind` names the class, as in `my_team:gini`.
 
     The result of `merge` must not depend on the order in which states are merged, except for rounding.
-
-    Attributes:
-        kind: name of the class in records, such as `my_team:gini`.
     """
 
     kind: ClassVar[str]

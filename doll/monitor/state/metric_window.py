@@ -35,6 +35,7 @@ class MetricWindow:
         self._bytes = self._until = 0  # version of the newest update in `_earlier`
         self._earlier: States = {}
         self._all: States = {}
+        self._new: list[Mapping[str, bytes]] = []  # not yet in `_all`
         self._names: set[str] = set()
 
     def add(self, version: int, states: Mapping[str, bytes]) -> None:
@@ -45,11 +46,16 @@ class MetricWindow:
         states = {name: states[name] for name in states if name in self._names}
         self._kept.append((version, states))
         self._bytes += _size(states)
-        self._all = _merged([self._all, _decoded(states)])
-        while self._bytes > _MAX_BYTES and len(self._kept) > self._window:
-            self._until, oldest = self._kept.popleft()
-            self._bytes -= _size(oldest)
-            self._earlier = _merged([self._earlier, _decoded(oldest)])
+        self._new.append(states)
+        if len(self._new) >= 64:  # not each alone: a merge with a large table takes milliseconds
+            self.running()
+        if self._bytes > _MAX_BYTES:
+            oldest = []
+            while self._bytes > 0.9 * _MAX_BYTES and len(self._kept) > self._window:
+                self._until, states = self._kept.popleft()
+                self._bytes -= _size(states)
+                oldest.append(states)
+            self._earlier = _merged(self._earlier, oldest)
 
     def rollback(self, version: int) -> None:
         """Forget the updates above `version`."""
@@ -57,17 +63,17 @@ class MetricWindow:
             self._begin()
         while self._kept and self._kept[-1][0] > version:
             self._bytes -= _size(self._kept.pop()[1])
-        self._all = _merged([self._earlier, *(_decoded(states) for _, states in self._kept)])
+        self._all, self._new = self._earlier, [states for _, states in self._kept]
 
     def running(self) -> dict[str, float]:
         """Return the metrics over all updates, with their standard errors."""
+        self._all, self._new = _merged(self._all, self._new), []
         return _values(self._all)
 
     def windowed(self) -> dict[str, float]:
         """Return the metrics over the samples of the last `window` updates, with their standard errors."""
         first = max(0, len(self._kept) - self._window)
-        newest = (_decoded(self._kept[at][1]) for at in range(first, len(self._kept)))
-        return _values(_merged({name: state.in_memory() for name, state in part.items()} for part in newest))
+        return _values(_merged({}, (self._kept[at][1] for at in range(first, len(self._kept)))))
 
 
 def split_metrics(metrics: Mapping[str, float | bytes]) -> tuple[dict[str, float], dict[str, bytes]]:
@@ -90,15 +96,15 @@ def _decoded(states: Mapping[str, bytes]) -> States:
     result = {}
     for name, data in states.items():
         try:
-            result[name] = from_bytes(data)
+            result[name] = from_bytes(data).in_memory()
         except RecordError:  # such as a kind of the user's task, which this process has not imported
             continue
     return result
 
 
-def _merged(parts: Iterable[States]) -> States:
+def _merged(earlier: States, encoded: Iterable[Mapping[str, bytes]]) -> States:
     by_name: dict[str, list[MetricState]] = {}
-    for states in parts:
+    for states in (earlier, *map(_decoded, encoded)):
         for name, state in states.items():
             by_name.setdefault(name, []).append(state)
     result = {}
