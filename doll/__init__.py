@@ -10,12 +10,12 @@ __version__ = "0.1.0"
 __all__ = [
     "BadRecordsError", "BoundedEmbedding", "BoundedEmbeddingBag", "ConfigError", "DollError", "Field", "FieldsTask",
     "GreyImageTask", "JoinedRecord", "JsonTask", "Record", "Records", "RetryLater", "Run", "RunFailedError", "Sample",
-    "Samples", "SkipRecord", "Task", "TextTask", "UInt64", "__version__", "compare", "hash_ids", "losses", "open",
-    "pad", "plan", "simulate", "train",
+    "Samples", "SkipRecord", "Task", "TextTask", "UInt64", "__version__", "compare", "hash_ids", "losses", "metrics",
+    "open", "pad", "plan", "simulate", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from doll import losses
+    from doll import losses, metrics
     from doll.api.planning import compare, plan, simulate
     from doll.api.run import Run, RunFailedError
     from doll.api.train import open_run as open
@@ -56,8 +56,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     # `Task` needs numpy and, when it is used, torch; `import doll` must stay free of both.
-    if name == "losses":
-        return importlib.import_module("doll.losses")
+    if name in ("losses", "metrics"):
+        return importlib.import_module(f"doll.{name}")
     if name in _MODULES:
         attribute = "open_run" if name == "open" else name
         return getattr(importlib.import_module(f"doll.{_MODULES[name]}"), attribute)

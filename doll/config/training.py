@@ -256,3 +256,22 @@ class StopConfig(Section):
     """the job ends when the held-out accuracy reaches this value"""
     loss: float | None = None
     """the job ends when the held-out loss is at or below this value"""
+    metric: str | None = Field(default=None, min_length=1, max_length=100)
+    """the job ends when this metric of the task on held-out samples reaches `at_least` or `at_most`; `prequential_NAME`
+    is metric NAME of the samples of the last 50 updates, before they were learned"""
+    at_least: float | None = None
+    """minimum of `metric`"""
+    at_most: float | None = None
+    """maximum of `metric`"""
+
+    @model_validator(mode="after")
+    def _metric_has_a_bound(self) -> Self:
+        bounds = [bound for bound in (self.at_least, self.at_most) if bound is not None]
+        if len(bounds) != (self.metric is not None):
+            raise ValueError("expected metric with at_least or at_most, as in {metric: auc, at_least: 0.8}")
+        return self
+
+    @property
+    def bound(self) -> str:
+        """The bound of `metric`, such as "at least 0.8"."""
+        return f"at most {self.at_most:g}" if self.at_least is None else f"at least {self.at_least:g}"

@@ -126,6 +126,14 @@ class Evaluator:
         self._log_redis_state(error="")
         return None if stored is None else self._measure(stored)
 
+    def not_measured(self) -> Evaluation | None:
+        """Return the newest version if the task has no held-out samples; None if it was returned before."""
+        place = Place(self.history.term, self.history.version)
+        if self.has_held_out or not place.version or place == self._last:
+            return None
+        self._last = place
+        return Evaluation(*place, HeldOutError(math.nan, {}), 0.0, time.time())
+
     def _evaluate_checkpoint(self) -> Evaluation | None:
         try:
             stored = self._follower.checkpointed(self._last)

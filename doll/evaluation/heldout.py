@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from doll.errors import ConfigError
+from doll.metrics.states import MetricState, merged, values_of
 from doll.task import passes
 from doll.task.base import Task
 from doll.task.batches import batch_of
@@ -17,7 +19,7 @@ CHUNK_SAMPLES = 250
 
 
 class HeldOutError(NamedTuple):
-    """The weighted means of loss and metrics over the held-out samples."""
+    """The weighted means of loss and metrics over the held-out samples, and the metrics of merged states."""
 
     loss: float
     metrics: dict[str, float]
@@ -68,7 +70,7 @@ class HeldOut:
         if not len(self):
             raise ValueError("expected held-out samples, the task has none")
         module.eval()
-        loss_sum, total_weight, sums = 0.0, 0.0, dict[str, float]()
+        loss_sum, total_weight, sums, states = 0.0, 0.0, dict[str, float](), dict[str, list[MetricState]]()
         try:
             with torch.inference_mode():
                 for chunk in self._chunks():
@@ -76,8 +78,12 @@ class HeldOut:
                     output = passes.forward(self._task, module, inputs)
                     loss_sum += passes.loss(self._task, output, inputs).value
                     total_weight += inputs.total_weight
-                    for name, value in passes.metric_sums(self._task, output, inputs).items():
-                        sums[name] = sums.get(name, 0.0) + value
+                    for name, value in passes.metric_values(self._task, output, inputs).items():
+                        if isinstance(value, MetricState):
+                            states.setdefault(name, []).append(value.in_memory())
+                        else:
+                            sums[name] = sums.get(name, 0.0) + value
+            values = [values_of(name, merged(parts)) for name, parts in states.items()]
         except Exception as exc:  # the user's code may raise anything
             name = type(self._task).__name__
             raise ConfigError(
@@ -85,4 +91,5 @@ class HeldOut:
             ) from exc
         if not total_weight:
             raise ConfigError(f"{type(self._task).__name__}.holdout(): expected a sample with a weight above 0")
-        return HeldOutError(loss_sum / total_weight, {name: total / total_weight for name, total in sums.items()})
+        means = {name: total / total_weight for name, total in sums.items()}
+        return HeldOutError(loss_sum / total_weight, dict(ChainMap(means, *values)))

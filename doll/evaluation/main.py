@@ -99,7 +99,7 @@ def _follow(
         now_s = time.monotonic()
         if now_s < evaluate_at_s or not tail.has_read_history(updates):
             continue
-        _publish(config, evaluator, publisher, evaluator.evaluate_newest())
+        _publish(config, evaluator, publisher, evaluator.evaluate_newest() or evaluator.not_measured())
         # Use at most half of one processor, even with a large model or held-out set.
         ended_s = time.monotonic()
         evaluate_at_s = max(now_s + config.evaluation.every_s, 2 * ended_s - now_s)
@@ -108,19 +108,28 @@ def _follow(
 def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, evaluation: Evaluation | None) -> None:
     if evaluation is None:
         return
-    error = evaluation.error
-    running, window = evaluator.history.prequential.running(), evaluator.history.prequential.windowed()
+    error, history = evaluation.error, evaluator.history
+    window = history.prequential.windowed()
+    prequential = {"loss": window.loss, **window.metrics}
     values = {
         **error.metrics,
         names.VERSION: float(evaluation.version),
         names.TERM: float(evaluation.term),
         names.LOSS: error.loss,
         "evaluate_s": evaluation.seconds,
-        "prequential_loss": running.loss,
-        "prequential_window_loss": window.loss,
+        "prequential_loss": history.prequential.running().loss,
+        **{f"{names.PREQUENTIAL_WINDOW}{name}": value for name, value in prequential.items()},
     }
-    evaluated = Evaluated(term=evaluation.term, version=evaluation.version, loss=error.loss, accuracy=error.accuracy)
+    reached = dict(values)
+    if history.learned_updates >= history.prequential.window:  # few samples may reach any value
+        reached |= {f"prequential_{name}": value for name, value in prequential.items()}
+    metric = config.stop.metric or ""
+    evaluated = Evaluated(
+        term=evaluation.term, version=evaluation.version, loss=error.loss, accuracy=error.accuracy,
+        metrics={metric: reached[metric]} if metric in reached else {},
+    )  # fmt: skip
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     # While Kafka is unreachable, the queue may fill. A metric that is dropped is replaced by the next one.
-    publisher.try_send(config.topic("events"), evaluated, key=b"evaluator")
+    if evaluated.metrics or not math.isnan(error.loss):
+        publisher.try_send(config.topic("events"), evaluated, key=b"evaluator")
     publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values=known, time_s=evaluation.time_s))

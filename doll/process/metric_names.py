@@ -14,8 +14,10 @@ PROVISIONER: Final = "provisioner"
 TERM: Final = "term"  # the term of the parameter server whose model was measured
 VERSION: Final = "version"
 LOSS: Final = "loss"  # held-out loss
-OF_EVALUATIONS: Final = frozenset({TERM, VERSION, LOSS, "evaluate_s", "prequential_loss", "prequential_window_loss"})
-"""The values of a version that the evaluator sends in addition to the task's own metrics."""
+OF_EVALUATIONS: Final = frozenset({TERM, VERSION, LOSS, "evaluate_s", "prequential_loss"})
+PREQUENTIAL_WINDOW: Final = "prequential_window_"
+"""The values of a version that the evaluator sends in addition to the task's own metrics, and the prefix of further
+ones."""
 DELIVERED_TOTAL: Final = "delivered_total"  # samples of the producer that Kafka has acknowledged
 RATE_PER_S: Final = "rate_per_s"  # samples per second that the producer sends
 JOINED_TOTALS: Final = ("samples_total", "corrections_total", "dropped_total", "refused_total")

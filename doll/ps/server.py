@@ -31,6 +31,7 @@ import msgspec
 
 from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, FencedError, RecordError, RolledBackError
+from doll.metrics.states import combined
 from doll.model.layout import NO_LAYOUT, WeightsLayout
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
@@ -433,7 +434,7 @@ class ParameterServer:
         num_samples = self._timed(self._host.apply, action)
         self._unreported = action, functools.partial(
             _update_record, action, term=self.engine.term, num_samples=num_samples, apply_s=self._busy_s,
-            now=self._clock(),
+            now=self._clock(), counters=self.engine.counters,
         )  # fmt: skip
         self._busy_s = 0.0
 
@@ -604,11 +605,15 @@ def _check_fencing(server: ParameterServer, *, paused_s: float, lease_s: float) 
         log.warning("store_unavailable", error=str(exc), action="trying again")
 
 
-def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float) -> Update:
+def _update_record(
+    update: ev.ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float, counters: Counter[str]
+) -> Update:  # fmt: skip
     """Return the record of one update, which has learned `num_samples` samples and took `apply_s` seconds at the
     server. `now`: time at which the update was applied, in monotonic seconds on the clock of the grants."""
     batches = [batch for item in update.sets for batch in item.push.batches]
-    names = sorted({name for batch in batches for name in batch.metric_sums})
+    metrics, num_refused = combined([(batch.metric_sums, batch.total_weight) for batch in batches])
+    if num_refused:
+        counters["refused_metric_states"] += num_refused
     weight = sum(batch.total_weight for batch in batches)
     return Update(
         term=term,
@@ -616,7 +621,7 @@ def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply
         members=tuple(_member(item, batch) for item in update.sets for batch in item.batches),
         n_samples=num_samples,
         loss=_mean((batch.loss_sum for batch in batches), weight),
-        metrics={name: _mean((batch.metric_sums.get(name, 0.0) for batch in batches), weight) for name in names},
+        metrics=metrics,
         samples_total=update.samples_total,
         batches_total=update.batches_total,
         apply_s=apply_s,

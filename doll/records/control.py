@@ -119,7 +119,7 @@ class PushedBatch(BatchOutcome, frozen=True, kw_only=True):
     batch: int  # number of the batch at its worker, as in the Grant
     grant_id: int
     loss_sum: float  # sum over the samples of loss times weight; `metric_sums` likewise
-    metric_sums: Mapping[str, float] = {}
+    metric_sums: Mapping[str, float | bytes] = {}  # bytes: a state (`doll.metrics.states`)
     version: int = -1  # version of the weights used for the batch; -1: the `version` of the Push
     dead_reasons: tuple[tuple[str, int], ...] = ()  # (reason, dead letters) of this batch
     skipped: tuple[tuple[str, int], ...] = ()  # (reason, samples) of the samples that the task has left out
@@ -195,13 +195,14 @@ class SourceEnded(ControlRecord, frozen=True):
     ends: tuple[int, ...]  # for each partition, one above its last offset at that time
 
 
-class Evaluated(ControlRecord, frozen=True):
+class Evaluated(ControlRecord, frozen=True, omit_defaults=True):
     """The evaluator's metrics of one published version on held-out samples."""
 
     term: int
     version: int
-    loss: float
+    loss: float  # NaN: the task has no held-out samples
     accuracy: float | None = None
+    metrics: Mapping[str, float] = {}  # only that of `stop.metric`
 
 
 # --- commands: parameter server -> worker n ---------------------------------------------------------------------------
@@ -401,7 +402,7 @@ class Update(ControlRecord, frozen=True):
     members: tuple[Member, ...]
     n_samples: int
     loss: float  # weighted mean of the samples' loss before learning from them (prequential)
-    metrics: Mapping[str, float] = {}  # weighted means over the samples, prequential
+    metrics: Mapping[str, float | bytes] = {}  # prequential; weighted means over the samples, or merged states
     samples_total: int = 0  # usable samples in the model
     batches_total: int = 0  # batches in the model, also without usable samples: the progress in the streams
     apply_s: float = 0.0  # parameter server time for this update: fetch, add, step, publish

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from doll.errors import TaskError
+from doll.metrics.states import MetricState, to_bytes
 from doll.task import trees
 from doll.task.base import Sample, Task, by_sample
 from doll.task.batches import SampleBatch
@@ -139,17 +140,30 @@ def _expect(task: Task, method: str, loss: Any, what: str, *shapes: tuple[int, .
         raise TaskError(f"{name}: expected {what}, got a tensor of shape {tuple(loss.shape)}{hint}")
 
 
-def metric_sums(task: Task, output: Any, inputs: Inputs) -> dict[str, float]:
-    """Return the sums of the samples' metrics, by name.
+def metric_sums(task: Task, output: Any, inputs: Inputs) -> dict[str, float | bytes]:
+    """Return the metrics by name: the sums over the samples, or encoded states.
 
     Raises:
-        TaskError: samples have weights, and a metric is only given as a mean.
+        TaskError: samples have weights, and a metric is only given as a mean; or a state is too long for a record.
     """
+    values = metric_values(task, output, inputs)
+    try:
+        return {name: to_bytes(value) if isinstance(value, MetricState) else value for name, value in values.items()}
+    except ValueError as exc:
+        raise TaskError(f"{type(task).__name__}.metrics(): {exc}") from exc
+
+
+def metric_values(task: Task, output: Any, inputs: Inputs) -> dict[str, float | MetricState]:
+    """Return the metrics by name as `metric_sums`, but states as objects. It raises the same TaskError."""
     more = {"group": inputs.group} if takes(task, "metrics", "group") else {}
     if takes(task, "metrics", "weight"):
         weight = inputs.weight if inputs.total_weight else None
         means = task.metrics(output, inputs.y, weight=weight, **more)  # type: ignore[call-arg]
-        return {name: float(value) * inputs.total_weight for name, value in means.items()}
+        return {
+            name: value if isinstance(value, MetricState) else float(value) * inputs.total_weight
+            for name, value in means.items()
+            if inputs.total_weight or not isinstance(value, MetricState)  # such a batch counts in no state
+        }
     if inputs.weight is not None and not task.defines("metrics"):
         if task.num_classes is None:
             return {}
@@ -159,13 +173,15 @@ def metric_sums(task: Task, output: Any, inputs: Inputs) -> dict[str, float]:
     return {name: _metric_sum(task, name, value, inputs) for name, value in values.items()}
 
 
-def _metric_sum(task: Task, name: str, value: Any, inputs: Inputs) -> float:
+def _metric_sum(task: Task, name: str, value: Any, inputs: Inputs) -> float | MetricState:
+    if (is_state := isinstance(value, MetricState)) and inputs.weight is None:
+        return value
     if isinstance(value, torch.Tensor) and value.ndim == 1 and len(value) == inputs.num_samples > 1:
         values = value.cpu().double()
         return float(values.sum() if inputs.weight is None else (values * inputs.weight.cpu()).sum())
-    if inputs.weight is not None and inputs.num_samples > 1 and inputs.total_weight:
+    if is_state or (inputs.weight is not None and inputs.num_samples > 1 and inputs.total_weight):
         raise TaskError(
-            f"{type(task).__name__}: samples have weights, and metrics() gives a mean without them for {name!r}: "
+            f"{type(task).__name__}: samples have weights, and metrics() gives a value without them for {name!r}: "
             "return a tensor with the value of each sample, or give metrics a parameter weight"
         )
     return float(value) * inputs.total_weight

@@ -232,8 +232,8 @@ def test_every_worker_gets_every_new_version_to_the_bit(make_pipeline: MakePipel
     seen = dict.fromkeys(pids, 0)
     for update in job.updates:
         for pid in pids:
-            if share := update.metrics.get(f"share.{pid}", 0.0):
-                assert update.metrics[f"crc.{pid}"] / share == crc_of[update.version - 1]
+            if share := float(update.metrics.get(f"share.{pid}", 0.0)):
+                assert float(update.metrics[f"crc.{pid}"]) / share == crc_of[update.version - 1]
                 seen[pid] += 1
     assert min(seen.values()) >= 10  # each worker was asked again and again
     assert all(before != after for before, after in pairwise(crc_of[version] for version in range(31)))

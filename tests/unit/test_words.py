@@ -70,7 +70,7 @@ BANNED: Final = {
 # In folders of `doll/` that were gone through: add yours.
 PLAIN_FOLDERS: Final = (
     "api", "cli", "config", "consumers", "control", "dashboard", "evaluation", "formats", "kafka", "ledger",
-    "local", "model", "monitor", "optim", "pipeline", "process", "producers", "provisioner", "ps", "records",
+    "local", "metrics", "model", "monitor", "optim", "pipeline", "process", "producers", "provisioner", "ps", "records",
     "run", "serving", "storage", "tables", "task", "theory",
 )  # fmt: skip
 PLAIN: Final = {

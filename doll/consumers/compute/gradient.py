@@ -87,7 +87,7 @@ class Gradient(NamedTuple):
     # memory: store it before the next `compute`.
     vector: torch.Tensor
     loss_sum: float  # sum of the sample losses at the given weights, before learning from them
-    metric_sums: dict[str, float]  # sums of the task's metrics over the samples
+    metric_sums: dict[str, float | bytes]  # sums of the task's metrics over the samples, or states
     weight: float  # sum of the samples' weights
     norm: float = 0.0  # norm of the parameters' part and of `rows`; infinite if a value is not finite
     buffer_change: float = 0.0  # norm of the change of the float buffers; infinite as above

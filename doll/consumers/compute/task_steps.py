@@ -134,7 +134,7 @@ class OwnSteps:
             if problem:
                 raise TaskError(f"{self._name}.step_rows(): table {name!r}: {problem}")
 
-    def _loss(self, inputs: passes.Inputs) -> tuple[float, dict[str, float]]:
+    def _loss(self, inputs: passes.Inputs) -> tuple[float, dict[str, float | bytes]]:
         with torch.no_grad():
             output = passes.forward(self._task, self._model.module.eval(), inputs)
             return passes.loss(self._task, output, inputs).value, passes.metric_sums(self._task, output, inputs)

@@ -95,7 +95,7 @@ class ComputedBatch:
 
     num_samples: int
     loss_sum: float = 0.0
-    metric_sums: Mapping[str, float] = field(default_factory=dict)
+    metric_sums: Mapping[str, float | bytes] = field(default_factory=dict)
     dead: tuple[int, ...] = ()
     dead_samples: int = 0
     compute_s: float = 0.0

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
+from doll.monitor.state.metric_window import split_metrics, update_values
 from doll.monitor.state.prequential import LossTrend, Prequential
 from doll.records.control import AnyRecord, Finished, Member, TermStarted, Update
 
@@ -160,8 +161,8 @@ class History:
                     history._counts(row)
         return history
 
-    def _counts(self, row: Mapping[str, float]) -> None:
-        """Count a row of `updates` that is not void."""
+    def _counts(self, row: Mapping[str, float], states: Mapping[str, bytes] | None = None) -> None:
+        """Count a row of `updates` that is not void, with the encoded states of its metrics."""
         version, samples = int(row["version"]), int(row.get("n_samples", 0))
         loss, weight = row.get("prequential_loss", math.nan), row.get("weight", samples)
         metrics = {
@@ -170,7 +171,7 @@ class History:
             if name.startswith("prequential_") and name != "prequential_loss"
         }
         self.version, self.samples_total = version, int(row.get("samples_total", 0))
-        self.prequential.add(version, samples, loss, metrics, weight)
+        self.prequential.add(version, samples, loss, metrics, weight, states)
         self.loss_trend.add(version, weight, loss)
         if math.isnan(self.first_time_s):
             self.first_time_s = row["time_s"]
@@ -228,6 +229,7 @@ class History:
     def _update(self, record: Update, *, void: bool) -> bool:
         service = [member.compute_s + member.fetch_s + member.store_s for member in record.members]
         weight = record.total_weight
+        numbers, states = split_metrics(record.metrics)
         row: dict[str, float] = {
             "time_s": record.time_s,
             "term": record.term,
@@ -242,11 +244,13 @@ class History:
             "mean_service_s": mean(service),
             "weight": weight,
             "records": sum(map(_records, record.members)),
-            **{f"prequential_{name}": value for name, value in record.metrics.items()},
+            **{f"prequential_{name}": value for name, value in numbers.items()},
+            # Another name, because the metric over several updates is not the mean of these.
+            **{f"update_{name}": value for name, value in update_values(states).items()},
         }
         grown = self.updates.append(row, void=void)
         if not void:
-            self._counts(row)
+            self._counts(row, states)
         return grown
 
     @property

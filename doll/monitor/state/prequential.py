@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
+from doll.monitor.state.metric_window import MetricWindow
 from doll.theory.divergence import Divergence
 
 # Updates that can be rolled back: far more than between two checkpoints. Each takes 24 bytes, plus 8 per metric.
@@ -21,7 +22,7 @@ _MIN_UPDATES: Final = 10
 
 
 class Means(NamedTuple):
-    """Weighted means over `samples` samples; NaN without samples."""
+    """Weighted means over `samples` samples, NaN without samples; and the metrics of states that were merged."""
 
     samples: int
     loss: float
@@ -42,6 +43,7 @@ class Prequential:
         if window < 1:
             raise ValueError(f"expected a window of at least 1 update, got {window}")
         self.window = window
+        self._states = MetricWindow(window)
         self._kept = max(MAX_ROLLBACK_UPDATES, window + 1)
         self._begin()
 
@@ -52,9 +54,10 @@ class Prequential:
 
     def add(
         self, version: int, samples: int, loss: float, metrics: Mapping[str, float] | None = None,
-        weight: float | None = None,
+        weight: float | None = None, states: Mapping[str, bytes] | None = None,
     ) -> None:  # fmt: skip
-        """Add an update: means `loss` and `metrics` over `samples` samples, measured before learning.
+        """Add an update: means `loss` and `metrics`, and encoded `states` of metrics, over `samples` samples, measured
+        before learning.
 
         An update without samples (all of them dead letters) counts in the window but changes no mean.
 
@@ -68,6 +71,7 @@ class Prequential:
         for name, sums in self._metrics.items():
             before, value = sums[-1], values.get(name)
             sums.append(before if value is None else (0.0 if math.isnan(before) else before) + value * weight)
+        self._states.add(version, states or {})
         self._versions.append(version)
         self._samples.append(self._samples[-1] + max(samples, 0))
         self._weight.append(self._weight[-1] + weight)
@@ -78,6 +82,7 @@ class Prequential:
 
     def rollback(self, version: int) -> None:
         """Delete the updates above `version`: a restarted parameter server learns their samples again."""
+        self._states.rollback(version)
         keep = len(self._versions)
         while keep and self._versions[keep - 1] > version:
             keep -= 1
@@ -93,11 +98,13 @@ class Prequential:
 
     def running(self) -> Means:
         """Return the means over all samples so far."""
-        return self._since(None)
+        means = self._since(None)
+        return means._replace(metrics=means.metrics | self._states.running())
 
     def windowed(self) -> Means:
         """Return the means over the samples of the last `window` updates."""
-        return self._since(max(0, len(self._versions) - 1 - self.window))
+        means = self._since(max(0, len(self._versions) - 1 - self.window))
+        return means._replace(metrics=means.metrics | self._states.windowed())
 
     def _since(self, point: int | None) -> Means:
         """Return the means since an index. None: since the beginning of the run."""

@@ -328,7 +328,11 @@ class ProgressModel:
                 term=int(values.get(names.TERM, self.history.term)),
                 version=int(values[names.VERSION]),
                 loss=values[names.LOSS],
-                metrics={name: value for name, value in values.items() if name not in names.OF_EVALUATIONS},
+                metrics={
+                    name: value
+                    for name, value in values.items()
+                    if name not in names.OF_EVALUATIONS and not name.startswith(names.PREQUENTIAL_WINDOW)
+                },
             )
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:

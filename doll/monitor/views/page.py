@@ -17,13 +17,14 @@ import numpy.typing as npt
 from doll.amounts import clock, clock_range, known, number, out_of, usd, usd_range
 from doll.config.step_size import step_samples
 from doll.ledger.balance import named
+from doll.metrics.states import ERROR_BOUND, STDERR
 from doll.monitor.state.history import EVALUATION_COLUMNS
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.progress import MAX_UPDATES, WorkerLine, skipped_text
 from doll.monitor.state.watched_job import PageState
 from doll.monitor.views.page_parts import market, served
 from doll.monitor.views.panels import moving_mean
-from doll.monitor.views.text import table_lines, verdict
+from doll.monitor.views.text import table_lines, verdict, with_error
 from doll.monitor.views.verdicts import blind, elapsed_s, forecast_s, pause, silent_text, verdicts
 from doll.process.metric_names import worker_of
 from doll.provisioner.prices.shipped import estimate
@@ -129,10 +130,15 @@ def _learning(state: PageState) -> list[Fact]:
 
 
 def _other_metrics(state: PageState) -> list[Fact]:
-    """Return the metrics of a task on held-out samples, except loss and accuracy."""
+    """Return the metrics of a task, held-out and prequential (of a window), except loss and accuracy."""
     newest = state.history.evaluations.last() or {}
-    known_ones = {name: value for name, value in newest.items() if name not in (*EVALUATION_COLUMNS, "void")}
-    return [(f"held-out {name}", number(value)) for name, value in known_ones.items() if known(value)][:_MOST_METRICS]
+    held_out = {name: value for name, value in newest.items() if name not in (*EVALUATION_COLUMNS, "void")}
+    prequential = {name: value for name, value in state.snapshot.prequential.metrics.items() if name != "accuracy"}
+    facts: list[Fact] = []
+    for kind, values in (("held-out", held_out), ("prequential", prequential)):
+        named = [name for name, value in values.items() if known(value) and not name.endswith((STDERR, ERROR_BOUND))]
+        facts += [(f"{kind} {name}", with_error(name, values)) for name in named[:_MOST_METRICS]]
+    return facts
 
 
 def _target(state: PageState) -> str:
@@ -141,6 +147,8 @@ def _target(state: PageState) -> str:
         return f"accuracy {stop.accuracy:g}"
     if stop.loss is not None:
         return f"loss {stop.loss:g}"
+    if stop.metric is not None:
+        return f"{stop.metric} {stop.bound}"
     return "" if plan.target_error is None else f"{plan.measure.replace('_', ' ')} {plan.target_error:g}"
 
 

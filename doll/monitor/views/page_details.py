@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from doll.amounts import clock, clock_range, date_time, known, number, usd, usd_range
 from doll.config.pipeline import PipelineConfig
+from doll.monitor.state.metric_window import update_values
 from doll.monitor.state.progress import MAX_UPDATES
 from doll.monitor.state.watched_job import KeptVersions, PageState
 from doll.monitor.views.text import worker_state
@@ -97,7 +98,7 @@ def _update(state: PageState, version: int) -> Detail | None:
         "samples": f"{update.n_samples:,}",
         "void": "not in the model: a later server began before it, after a crash or doll rollback" if is_void else "",
         "prequential loss": number(update.loss),
-        **{f"prequential {name}": number(value) for name, value in update.metrics.items()},
+        **{f"prequential {name}": number(value) for name, value in update_values(update.metrics).items()},
         "from the first grant": f"{number(update.grant_to_update_s)} s",
         "at the server": f"{number(1000 * update.apply_s)} ms",
         "term": str(update.term),

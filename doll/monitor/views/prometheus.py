@@ -24,6 +24,7 @@ from doll.kafka.reader import Tail
 from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.monitor.state.freshness import FreshnessProgress
 from doll.monitor.state.heartbeats import RoleHeartbeats
+from doll.monitor.state.metric_window import update_values
 from doll.monitor.state.prequential import LossTrend
 from doll.process.health import heartbeat_of
 from doll.process.metric_names import TERM, joiner_of, worker_of, worker_source
@@ -237,7 +238,7 @@ class JobMetrics(Collector):
     def _updated(self, update: Update) -> None:
         values = {"samples": float(update.n_samples), "batches": float(len(update.members))}
         values |= _fields(update, _UPDATE_FIELDS)
-        values |= {f"prequential_{name}": value for name, value in update.metrics.items()}
+        values |= {f"prequential_{name}": value for name, value in update_values(update.metrics).items()}
         self._put("update", tuple(samples_of("update", values)))
         self._loss_trend.add(update.version, update.total_weight, update.loss)
         trend = {

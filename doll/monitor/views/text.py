@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from doll.amounts import aligned, clock, known, number, out_of
 from doll.config import StopConfig
 from doll.ledger.balance import count
+from doll.metrics.states import ERROR_BOUND, STDERR
 from doll.monitor.state.progress import JobSnapshot, WorkerLine
 
 WORKER_COLUMNS = ("worker", "state", "market", "control", "restarts", "samples/s", "lag", "batches")
@@ -42,6 +45,13 @@ def _readiness(snapshot: JobSnapshot) -> str:
     live = sum(line.is_live is True for line in snapshot.workers)
     sent = "" if snapshot.sent is None else f", {snapshot.sent} samples sent"
     return f" ({live} of {len(snapshot.workers)} workers live{sent})"
+
+
+def with_error(name: str, values: Mapping[str, float]) -> str:
+    """Return a metric with its 95 % interval and the bound of its error, as far as `values` has them."""
+    stderr, bound = (values.get(name + end, float("nan")) for end in (STDERR, ERROR_BOUND))
+    text = number(values[name]) + (f" ± {number(1.96 * stderr)}" if known(stderr) else "")
+    return text + (f", sketch error at most {number(bound)}" if known(bound) else "")
 
 
 def verdict(snapshot: JobSnapshot) -> str:

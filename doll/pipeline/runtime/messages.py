@@ -120,7 +120,7 @@ class Backward(_Message, frozen=True):
     slot: int
     num_samples: int
     loss_sum: float = 0.0
-    metric_sums: Mapping[str, float] = {}
+    metric_sums: Mapping[str, float | bytes] = {}
     squares: float = 0.0
     buffer_squares: float = 0.0
     problem: str = ""

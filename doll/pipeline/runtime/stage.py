@@ -100,7 +100,7 @@ class StageLoss(NamedTuple):
     """The loss of one minibatch, at the last stage: sums over its samples."""
 
     loss_sum: float
-    metric_sums: Mapping[str, float]
+    metric_sums: Mapping[str, float | bytes]
 
 
 class StageGradient(NamedTuple):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from doll.config import StopConfig
@@ -38,6 +39,9 @@ def target_reached(stop: StopConfig, evaluation: Evaluated) -> str | None:
         return f"accuracy: {accuracy:.4f} at version {version} reached {stop.accuracy}"
     if stop.loss is not None and loss <= stop.loss:
         return f"loss: {loss:.4f} at version {version} reached {stop.loss}"
+    value = evaluation.metrics.get(stop.metric or "", math.nan)
+    if (stop.at_least is not None and value >= stop.at_least) or (stop.at_most is not None and value <= stop.at_most):
+        return f"metric: {stop.metric} {value:.4f} at version {version} reached {stop.bound}"
     return None
 
 
@@ -52,8 +56,8 @@ def reached_before(stop: StopConfig, snapshot: EngineSnapshot) -> str | None:
 
 
 def is_target(reason: str) -> bool:
-    """Return whether this reason is a reached loss or accuracy, so that the remaining work is not needed."""
-    return reason.startswith(("accuracy: ", "loss: "))
+    """Return whether this reason is a reached loss or metric, so that the remaining work is not needed."""
+    return reason.startswith(("accuracy: ", "loss: ", "metric: "))
 
 
 class StallDetector:

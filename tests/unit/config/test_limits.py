@@ -29,6 +29,8 @@ EXTREMES = (
     "1e400", ".inf", "-.inf", ".nan", "1" + "0" * 400, "-1e20", "1e10", "1000", "5000",
 )  # fmt: skip
 BESIDE: dict[str, dict[str, Any]] = {
+    "at_least": {"metric": "auc"},
+    "at_most": {"metric": "auc"},
     "min_count": {"max_rows": 1000},
     "ttl_updates": {"max_rows": 1000},
     "version": {"registry": "http://host", "subject": "clicks"},
