@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
 
-from confluent_kafka import Message
-
 from doll.config import JobConfig
 from doll.config.join import JoinConfig
 from doll.errors import ConfigError, DataLossError, RecordError
@@ -318,15 +316,11 @@ class _Session:
     # --- records ------------------------------------------------------------------------------------------------------
 
     def _read(self, run: Run) -> Read:
-        messages = run.messages
         headers: list[Headers] = []
         if self._reads_headers:
-            without = unreadable_headers(messages)
-            headers = [() if at in without else message.headers() or () for at, message in enumerate(messages)]
-        return Read(
-            run.offsets, list(map(Message.value, messages)), list(map(Message.key, messages)),
-            list(map(Message.timestamp, messages)), headers,
-        )  # fmt: skip
+            without = unreadable_headers(run.messages)
+            headers = [() if at in without else item.headers() or () for at, item in enumerate(run.messages)]
+        return Read(run.offsets, run.values(), run.keys(), run.timestamps(), headers)
 
     def _join_pack(self, message: object) -> None:
         partition, offset = message.partition(), message.offset()  # type: ignore[attr-defined]

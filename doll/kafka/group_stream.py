@@ -64,6 +64,16 @@ class Run(NamedTuple):
     offsets: list[int]
     messages: list[Any]
 
+    def values(self) -> list[bytes | None]:
+        return list(map(Message.value, self.messages))
+
+    def keys(self) -> list[bytes | None]:
+        return list(map(Message.key, self.messages))
+
+    def timestamps(self) -> list[tuple[int, int]]:
+        """Return the kind and the milliseconds of each timestamp."""
+        return list(map(Message.timestamp, self.messages))
+
 
 class Output(msgspec.Struct, gc=False):
     """A record to write."""

@@ -324,7 +324,8 @@ class LearningWorld(World[LearningProcess]):
                 for item in action.sets:
                     for batch in item.push.batches:
                         for name, total in batch.metric_sums.items():
-                            self.metric_sums[name] = self.metric_sums.get(name, 0.0) + total
+                            if not isinstance(total, bytes):  # the state of a metric
+                                self.metric_sums[name] = self.metric_sums.get(name, 0.0) + total
                 before = self.points[-1].samples if self.points else 0
                 if self._evaluate_every and action.samples_total - before >= self._evaluate_every:
                     self._evaluate()

@@ -18,6 +18,8 @@ from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.slow  # loads torch
+
 NOW_MS = 1_800_000_000_000
 
 

@@ -215,7 +215,7 @@ def test_every_role_has_permissions_that_are_judged() -> None:
     ("kind", "overrides", "what"),
     [
         ("metrics", ["data.workers=5000"], "the status of 5000 workers may take 640000"),
-        ("updates", ["training.policy.group_size=7000"], "an update of 7000 batches may take 1120000"),
+        ("updates", ["training.policy.group_size=7000"], "an update of 7000 batches may take 1456000"),
     ],
 )
 def test_a_topic_that_does_not_take_the_longest_records_says_which(kind: str, overrides: list[str], what: str) -> None:
@@ -232,7 +232,7 @@ def test_a_topic_that_does_not_take_the_longest_records_says_which(kind: str, ov
 
 
 def test_ten_thousand_workers_fit_into_what_managed_services_take() -> None:
-    config = job("data.workers=10000", "training.policy.group_size=6000")
+    config = job("data.workers=10000", "training.policy.group_size=4600")
     facts = KafkaFacts()
     for plan in plan_topics(config):
         facts.partitions[plan.name] = plan.partitions
