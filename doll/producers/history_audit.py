@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from doll.config import HistorySource
 from doll.errors import ConfigError
 from doll.kafka.range_reader import RangeReader
 from doll.producers.handover import ORIGIN
@@ -42,27 +43,44 @@ class HistoryReport:
 
 
 def audit_history(config: JobConfig, services: Services) -> HistoryReport:
-    """Audit the history of a job from its topics. Reads only; keeps a byte for each row and record.
+    """Audit the history of a job from its topics. Reads only; needs a byte for each row and record.
 
     Raises:
-        ConfigError: the job has not begun.
+        ConfigError: the job has sent nothing yet.
         ServiceUnavailableError: Kafka does not answer.
     """
-    samples = config.topic("samples")
+    assert isinstance(config.source, HistorySource)
+    topic, samples = config.source.topic, config.topic("samples")
     with RangeReader(config, services) as reader:
         if (snapshot := read_snapshot(config, reader)) is None:
-            raise ConfigError(f"job {config.job} has not sent anything of its history")
-        # The samples first: the state is not older than they are.
-        counts = {-1: np.zeros(snapshot.rows, np.uint8)}
-        deleted = 0
-        found: list[tuple[int, int]] = []
+            raise ConfigError(f"job {config.job} has sent nothing of its history yet")
+        state = read_state(config, reader)  # before the samples, which may go further
+        bounds = [reader.bounds(topic, partition) for partition in range(len(state.offsets))]
+        begin = [*snapshot.begin, *[0] * (len(bounds) - len(snapshot.begin))]
+        rows = np.zeros(snapshot.rows, np.uint8)
+        records = [np.zeros(max(0, high - first), np.uint8) for first, (_, high) in zip(begin, bounds, strict=True)]
+        report = HistoryReport(state.rows, snapshot.rows, state.forwarded, state.in_history, state.refused)
         for stream in range(config.data.num_partitions):
             low, high = reader.bounds(samples, stream)
-            deleted += low
+            report.deleted += low
             for message in reader.messages(samples, stream, low, high):
-                for name, value in message.headers:
-                    if name == ORIGIN and value:
-                        numbers = [int(number) for number in value.split()]
-                        found.append((numbers[0], numbers[1]) if len(numbers) == 2 else (-1, numbers[0]))
-        state = read_state(config, reader)
-    return HistoryReport()
+                # A sample that `doll dead replay` has written again has no origin.
+                for value in (value for name, value in message.headers if name == ORIGIN and value):
+                    *partition, at = map(int, value.split())
+                    if not partition:
+                        rows[at] += rows[at] < 2
+                    elif partition[0] < len(records) and at - begin[partition[0]] < len(records[partition[0]]):
+                        records[partition[0]][at - begin[partition[0]]] += 1
+        missing = int((rows[: state.rows] == 0).sum())
+        twice = int((rows > 1).sum()) + sum(int((of > 1).sum()) for of in records)
+        absent, unknown = 0, False
+        for partition, (first, until, of) in enumerate(zip(begin, state.offsets, records, strict=True)):
+            unknown = unknown or bounds[partition][0] > first
+            for offset, _ in reader.read(topic, partition, max(first, bounds[partition][0]), until):
+                absent += not of[offset - first]
+    if twice:
+        report.problems.append(f"{twice} rows or records are in more than one sample")
+    unexplained = absent - state.in_history - state.refused
+    if missing + max(0, unexplained) > report.deleted or (unexplained < 0 and not unknown):
+        report.problems.append(f"{missing} rows and {unexplained} records of topic {topic} are in no sample")
+    return report
