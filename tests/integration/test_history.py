@@ -203,8 +203,12 @@ def test_what_contradicts_the_beginning_is_refused_with_one_line(
     clicks.delete_records({0: 700})
     with pytest.raises(DataLossError, match="partition 0: the records 600 to 699 after the end of the history"):
         run_until(more, services, 1000)
+    again = job_of(f"{job_name}-2", clicks, tmp_path / "table")
+    with pytest.raises(ConfigError, match="610 rows for offsets 0 to 599: some are twice"):
+        run_until(again, services, 1000)
+    (tmp_path / "table" / "3.parquet").unlink()
     with pytest.raises(DataLossError, match="partition 0: the records 600 to 699 after the end of the history"):
-        run_until(job_of(f"{job_name}-2", clicks, tmp_path / "table"), services, 1000)
+        run_until(again, services, 1000)
 
 
 COUNTED = """
