@@ -30,9 +30,8 @@ from doll.join.main import run_joiner
 from doll.join.matcher import Decisions, Matcher
 from doll.join.rocks_overflow import RocksOverflow
 from doll.kafka import topics
-from doll.kafka.group_stream import Committed, GroupStream, Place
+from doll.kafka.group_stream import Committed, GroupStream, Output, Place
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.transactions import Output
 from doll.local.stack import local_stack
 from doll.records.join_log import FEATURES, Pack, Progress, Routed
 from doll.services import Services

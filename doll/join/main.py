@@ -22,12 +22,11 @@ from doll.join.matcher import Decisions, Matcher
 from doll.join.rocks_overflow import RocksOverflow, remove_leftovers
 from doll.join.router import Router
 from doll.kafka import topics
-from doll.kafka.group_stream import Committed, GroupStream, Place
+from doll.kafka.group_stream import AbandonedError, Committed, GroupStream, Output, Place
 from doll.kafka.joined_topics import JoinedTopic, joined_topics
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import has_finished, on_finish, unreadable_headers
-from doll.kafka.transactions import AbandonedError, Output
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.signals import stop_requested

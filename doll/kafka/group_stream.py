@@ -14,17 +14,36 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
-from doll.kafka.clients import ADMIN_S, list_offsets, make_admin, make_consumer, translate_errors
+from doll.errors import FencedError, ServiceUnavailableError
+from doll.kafka.clients import (
+    ADMIN_S,
+    error_of,
+    list_offsets,
+    make_admin,
+    make_consumer,
+    make_producer,
+    translate_errors,
+)
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
-from doll.kafka.transactions import CALL_S, Output, TransactionalWriter, Translated
 from doll.services import Services
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
 
 _SESSION_MS: Final = 10_000
+_TRANSACTION_MS: Final = 15_000
+_CALL_S: Final = 30.0
+_LINGER_MS: Final = 20
+_QUEUE_KBYTES: Final = 262_144
+_FENCED: Final = (
+    KafkaError._FENCED, KafkaError.FENCED_INSTANCE_ID, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED,
+)  # fmt: skip
 
 Place = tuple[str, int]  # topic and partition
+
+
+class AbandonedError(Exception):
+    """A transaction was not committed: what was read since the last one must be read again."""
 
 
 class Committed(NamedTuple):
@@ -32,6 +51,16 @@ class Committed(NamedTuple):
 
     offset: int
     metadata: str
+
+
+class Output(NamedTuple):
+    """A record to write."""
+
+    topic: str
+    partition: int
+    value: bytes
+    key: bytes | None = None
+    on_offset: Callable[[int], None] | None = None  # called with the offset that the record gets
 
 
 class GroupStream:
@@ -63,7 +92,12 @@ class GroupStream:
         self.at_end: dict[Place, int] = {}
         self._next: dict[Place, int] = {}  # next offset of each partition of this member
         self._failed: BaseException | None = None
-        self._writer = TransactionalWriter(config, services, f"doll.{config.job}.{name}.{member}")
+        self._producer = make_producer(
+            config, services, transactional_id=f"doll.{config.job}.{name}.{member}",
+            transaction_timeout_ms=_TRANSACTION_MS, message_timeout_ms=_TRANSACTION_MS,
+            message_max_bytes=RECORD_LIMIT_BYTES, linger_ms=_LINGER_MS, compression_type="lz4",
+            queue_buffering_max_kbytes=_QUEUE_KBYTES, queue_buffering_max_messages=1_000_000,
+        )  # fmt: skip
         self._consumer: Any = make_consumer(
             config, services, name, group_instance_id=f"{name}-{member}", session_timeout_ms=_SESSION_MS,
             enable_partition_eof=True, isolation_level="read_committed", auto_offset_reset="error",
@@ -71,12 +105,14 @@ class GroupStream:
             fetch_wait_max_ms=50,
         )  # fmt: skip
         self._admin = make_admin(config, services)
+        with self._translated("begin a transaction"):
+            self._producer.init_transactions(2 * _CALL_S)
         self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._lose)
 
     def close(self) -> None:
         """Leave the group. What was not committed is read again by others."""
         self._consumer.close()
-        self._writer.close()
+        self._producer.purge()
 
     def poll(self, most: int, timeout_s: float) -> list[Any]:
         """Return at most `most` messages of the client, after at most `timeout_s`. May call `on_assigned` and
@@ -140,18 +176,40 @@ class GroupStream:
             AbandonedError: nothing was written.
             ServiceUnavailableError, FencedError: see `poll`.
         """
-        for output in outputs:
-            self._writer.write(output)
-        places = [TopicPartition(*place, at.offset, metadata=at.metadata) for place, at in offsets.items()]
-        self._writer.commit(
-            lambda producer: producer.send_offsets_to_transaction(
-                places, self._consumer.consumer_group_metadata(), CALL_S
-            )
-        )
+        with self._translated("accept a transaction"):
+            self._producer.begin_transaction()
+            try:
+                for output in outputs:
+                    self._write(output)
+                self._producer.send_offsets_to_transaction(
+                    [TopicPartition(*place, at.offset, metadata=at.metadata) for place, at in offsets.items()],
+                    self._consumer.consumer_group_metadata(),
+                    _CALL_S,
+                )
+                self._producer.commit_transaction(_CALL_S)
+            except KafkaException as exc:
+                error = error_of(exc)
+                if not error.txn_requires_abort() and not error.retriable():
+                    raise
+                self._producer.purge()
+                self._producer.abort_transaction(_CALL_S)
+                raise AbandonedError(error.str()) from exc
+
+    def _write(self, output: Output) -> None:
+        note = output.on_offset
+        report = None if note is None else lambda error, message: note(message.offset()) if error is None else None
+        while True:
+            try:
+                self._producer.produce(
+                    output.topic, output.value, key=output.key, partition=output.partition, on_delivery=report
+                )
+                return
+            except BufferError:
+                self._producer.poll(0.1)
 
     def _assign(self, consumer: Any, partitions: list[TopicPartition]) -> None:
         try:
-            known = consumer.committed(partitions, timeout=2 * CALL_S)
+            known = consumer.committed(partitions, timeout=2 * _CALL_S)
             committed = {(p.topic, p.partition): Committed(p.offset, p.metadata or "") for p in known}
             begin = self._on_assigned(committed)
             self._next.update(begin)
@@ -177,3 +235,24 @@ class GroupStream:
 
     def _translated(self, what: str) -> Any:
         return Translated(self._services.kafka, what)
+
+
+class Translated:
+    """A context that raises FencedError or ServiceUnavailableError instead of KafkaException."""
+
+    def __init__(self, address: str, what: str) -> None:
+        self._address, self._what = address, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, exc: BaseException | None, traceback: Any) -> None:
+        if not isinstance(exc, KafkaException):
+            return
+        error = error_of(exc)
+        if error.code() in _FENCED:
+            raise FencedError("another process has the number of this one, and goes on in its place") from exc
+        hint = "doll doctor says what is missing"
+        raise ServiceUnavailableError(
+            f"Kafka at {self._address} does not {self._what} ({error.str()}): {hint}"
+        ) from exc

@@ -11,19 +11,18 @@ import msgspec
 from doll.errors import ConfigError, RecordError
 
 ORIGIN: Final = "doll-origin"  # header of a sample: the number of its row, or its partition and offset in the topic
-STREAMS: Final = 2  # partitions of the topic `history`
-SNAPSHOT, STATES = range(STREAMS)
+SNAPSHOT, STATES = range(2)  # partitions of the topic `history`
 
 
 class FileMark(msgspec.Struct, frozen=True, array_like=True):
-    """A file of the table: its name, its size, and the digest of its footer."""
+    """A file of the table. `digest`: of its footer, which has the sizes and the statistics of its columns."""
 
     name: str
     num_bytes: int
     digest: str
 
 
-class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", forbid_unknown_fields=True):
+class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
     """What the history was when the job began. `begin`: the first offset of each partition of the topic."""
 
     version: int
@@ -34,7 +33,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot", forbid_unknown_field
     begin: tuple[int, ...]
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=True):
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """A record of the topic of which it cannot be told whether the history has it."""
 
     partition: int
@@ -42,11 +41,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", forbid_unknown_fields=
     reason: str
 
 
-class State(msgspec.Struct, frozen=True, tag="state", forbid_unknown_fields=True):
-    """What has been sent. Each transaction ends with its state.
+class State(msgspec.Struct, frozen=True, tag="state"):
+    """What has been sent; each transaction has its state.
 
     Attributes:
-        rows: number of rows sent. The next one is in the chunk of `piece`, whose first row has the number `base`.
+        rows: number of rows. The next one is in the chunk of `piece`, whose first row has the number `base`.
         offsets: the next offset of each partition of the topic.
         forwarded: number of records of the topic that were sent; `in_history` and `refused` were not.
         over: partitions in which the overlap is over.
@@ -75,40 +74,33 @@ def decode(value: bytes | None) -> Snapshot | State | Refused:
 
 
 def begin_after(ends: Mapping[int, tuple[int, int, int]], bounds: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the first offset of each partition that is not in the table.
+    """Return the first offset of each partition that is not in the table. Raise ConfigError if they do not fit.
 
     Args:
         ends: the first and the last offset, and the number of rows, of partitions in the table.
-        bounds: the first and the next offset that each partition of the topic has.
-
-    Raises:
-        ConfigError: the table has rows twice, or of other partitions, or is ahead of the topic.
+        bounds: the first and the next offset of each partition of the topic.
     """
     for partition, (first, last, count) in ends.items():
+        where = f"source.handover: partition {partition}"
         if not 0 <= partition < len(bounds) or first < 0:
-            raise ConfigError(f"source.handover: the table has partition {partition}, the topic {len(bounds)}")
+            raise ConfigError(f"{where}, offset {first} is in the table; the topic has {len(bounds)} partitions")
         if count > last - first + 1:
-            raise ConfigError(
-                f"source.handover: partition {partition}: {count} rows for offsets {first} to {last}: some are twice"
-            )
-        if last >= bounds[partition][1]:
-            raise ConfigError(
-                f"source.handover: partition {partition}: the table ends with offset {last}, and the topic before: is "
-                "it another topic, or was it created again?"
-            )
+            raise ConfigError(f"{where}: {count} rows for offsets {first} to {last}: some are twice")
+        if last >= (end := bounds[partition][1]):
+            raise ConfigError(f"{where}: the table has offset {last}, the topic ends at {end}: is it another topic?")
     return tuple(ends[partition][1] + 1 if partition in ends else 0 for partition in range(len(bounds)))
 
 
 def find_gap(begin: Sequence[int], bounds: Sequence[tuple[int, int]], *, by_time: bool = False) -> str:
-    """Return which records were deleted between the history and what the topic has; "" if none were.
+    """Return which records between the history and what the topic has were deleted; "" if none were.
 
     Args:
-        by_time: whether `begin` is the first record of a time that the topic has. Then an earlier record must be left.
+        by_time: whether `begin` are the first records of a time that the topic has. Then an earlier one must be left.
     """
     for partition, (start, (low, _)) in enumerate(zip(begin, bounds, strict=True)):
         if start < low or (by_time and 0 < low == start):
-            first = "some records" if by_time else f"the records {start} to {low - 1}"
-            return f"partition {partition}: {first} after the end of the history were deleted (retention)"
+            which = "some records" if by_time else f"the records {start} to {low - 1}"
+            return f"partition {partition}: {which} after the end of the history were deleted (retention)"
     return ""
 
 
@@ -122,36 +114,45 @@ def changed(kept: Snapshot, files: Iterable[FileMark]) -> str:
 
 
 def identity(key: Any, time_us: int) -> int:
-    """Return what a row and its record in the topic have in common, within one process. Times count in milliseconds:
-    the topic and the table may have different units."""
+    """Return what a row and its record in the topic have in common, within one process. Times count in milliseconds,
+    because the topic and the table may have different units."""
     return hash((str(key), time_us // 1000))
+
+
+def stream_of(partition: int, offset: int, partitions: int, streams: int) -> int:
+    """Return the stream of a record. If `streams` divides `partitions`, each partition stays in order; otherwise its
+    records go to the streams in turn.
+
+    >>> [stream_of(5, offset, 12, 4) for offset in range(3)], [stream_of(0, offset, 1, 2) for offset in range(3)]
+    ([1, 1, 1], [0, 1, 0])
+    """
+    return (offset * partitions + partition) % streams
 
 
 class Overlap:
     """Says which records of the topic the history has, if only their key and time tell.
 
-    The end of the history is its latest time. A record that arrived more than the overlap later is not in the history,
-    nor is any record after it in its partition. Before, a record is in the history if a row has its key and time; of n
-    such rows, n records count.
+    A record that arrived more than the overlap after the latest time of the history is not in it, nor is any later one
+    of its partition. An earlier one is in it if a row has its key and time; of n such rows, n records count, also those
+    that arrived before the overlap.
+
+    Args:
+        rows: identities of the rows from `since_us(...)` on.
     """
 
-    def __init__(self, end_us: int, overlap_us: int, over: Iterable[int] = ()) -> None:
-        self._end_us, self._overlap_us = end_us, overlap_us
-        self._left: Counter[int] = Counter()
-        self.over = set(over)
+    def __init__(self, end_us: int, overlap_us: int, rows: Iterable[int]) -> None:
+        self._last_us = end_us + overlap_us
+        self._left = Counter(rows)
+        self.over: set[int] = set()
 
-    def add(self, identities: Iterable[int]) -> None:
-        """Add the rows from `since_us` on."""
-        self._left.update(identities)
-
-    @property
-    def since_us(self) -> int:
-        """The least event time of a record that arrives in the overlap: it is at most the overlap older."""
-        return self._end_us - 2 * self._overlap_us
+    @staticmethod
+    def since_us(end_us: int, overlap_us: int) -> int:
+        """Return the least event time of a record that arrives in the overlap."""
+        return end_us - 2 * overlap_us
 
     def is_open(self, partition: int, arrived_us: int) -> bool:
-        """Return whether a record that arrives then may be in the history. Ask in the order of the partition."""
-        if partition not in self.over and arrived_us > self._end_us + self._overlap_us:
+        """Return whether a record that arrived then may be in the history. Ask in the order of the partition."""
+        if arrived_us > self._last_us:
             self.over.add(partition)
         return partition not in self.over
 
@@ -161,13 +162,3 @@ class Overlap:
             return False
         self._left[known] -= 1
         return True
-
-
-def stream_of(partition: int, offset: int, partitions: int, streams: int) -> int:
-    """Return the stream of a record. If the number of streams divides that of partitions, each partition stays in
-    order; otherwise the records of a partition go to the streams in turn.
-
-    >>> [stream_of(5, offset, 12, 4) for offset in range(3)], [stream_of(0, offset, 1, 2) for offset in range(3)]
-    ([1, 1, 1], [0, 1, 0])
-    """
-    return (offset * partitions + partition) % streams

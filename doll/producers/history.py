@@ -21,12 +21,11 @@ from doll.config import HistorySource, JobConfig
 from doll.errors import ConfigError, DataLossError
 from doll.extras import lacking
 from doll.kafka import topics
+from doll.kafka.group_stream import AbandonedError
 from doll.kafka.joined_topics import check_topic
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.samples_topic import SampleLog, at_time
-from doll.kafka.topic_feed import TopicFeed
-from doll.kafka.topic_plan import RECORD_LIMIT_BYTES
-from doll.kafka.transactions import AbandonedError, Output, TransactionalWriter
+from doll.kafka.topic_copy import TopicFeed, TransactionalWriter
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat
 from doll.producers import handover
@@ -44,7 +43,6 @@ log = get_logger(__name__)
 _ROWS: Final = 4096  # rows that are converted together
 _COMMIT_S: Final = 0.5  # interval of transactions while rows are sent
 _TOPIC_COMMIT_S: Final = 0.1
-_TRANSACTION_MS: Final = 60_000
 _REPORT_S: Final = 1.0
 _TRIM_S: Final = 30.0
 _LOOP_S: Final = 300.0  # limit for one row group, which may come from afar
@@ -116,8 +114,9 @@ class _Sending:
         self._samples, self._own = config.topic("samples"), config.topic("history")
         self._streams, self._most_bytes = config.data.num_partitions, config.data.max_record_bytes + 1
         self._limit = config.source.limit_samples or 1 << 62
+        self._overlap_us = round(1e6 * (config.source.handover.overlap_s or 0))  # 0: offsets tell
         # A later process has this name too: from here on, nothing of an earlier one is committed.
-        self._writer = TransactionalWriter(config, services, f"doll.{config.job}.history", _TRANSACTION_MS)
+        self._writer = TransactionalWriter(config, services, f"doll.{config.job}.history")
         self._topic = check_topic(config, services, config.source.topic, "source.topic")
         with RangeReader(config, services) as reader:
             self._bounds = [reader.bounds(self._topic.name, number) for number in range(self._topic.partitions)]
@@ -131,7 +130,7 @@ class _Sending:
         self._committed_s = self._reported_s = self._trimmed_s = time.monotonic()
         self._reported, self._said = self._sent, -1
         if known is None:
-            self._write(self._own, SNAPSHOT, self._encoded(self._snapshot))
+            self._writer.write(self._own, SNAPSHOT, handover.encode(self._snapshot))
             self._commit()
 
     def close(self) -> None:
@@ -164,19 +163,17 @@ class _Sending:
 
     def _begin(self) -> Snapshot:
         """Find where the table ends in the topic."""
-        table, by = self._table, self._source.handover
+        table = self._table
         assert table is not None
         now_us = int(time.time() * 1e6)
         if not _YEAR_2000_US < table.end_us < now_us + _DAY_US:
             latest = _EPOCH + timedelta(microseconds=max(0, min(table.end_us, 1 << 57)))
             raise ConfigError(f"source.time: the latest time in the table is {latest:%Y-%m-%d}: correct the unit")
-        if by.overlap_s is None:
+        if not self._overlap_us:
             begin = handover.begin_after(table.last_offsets(), self._bounds)
         else:
-            log_bounds = SampleLog(self._topic.name, "", *zip(*self._bounds, strict=True))
-            first_ms = (table.end_us - int(by.overlap_s * 1e6)) // 1000
-            begin = at_time(self._config, self._services, log_bounds, first_ms)
-        gap = handover.find_gap(begin, self._bounds, by_time=by.overlap_s is not None)
+            begin = self._offsets_at(table.end_us - self._overlap_us)
+        gap = handover.find_gap(begin, self._bounds, by_time=self._overlap_us > 0)
         if gap and self._config.data.on_data_loss == "stop":
             raise DataLossError(f"topic {self._topic.name}, {gap}: write a table that ends later, or begin again")
         if gap:
@@ -185,11 +182,9 @@ class _Sending:
         self._say(f"history: {table.rows} rows in {len(table.files)} files, then topic {self._topic.name} from {begin}")
         return Snapshot(table.version, table.files, table.rows, table.end_us, self._topic.topic_id, begin)
 
-    def _encoded(self, snapshot: Snapshot) -> bytes:
-        value = handover.encode(snapshot)
-        if len(value) > RECORD_LIMIT_BYTES // 2:
-            raise ConfigError(f"source.table: {len(snapshot.files)} files: expected fewer and larger ones")
-        return value
+    def _offsets_at(self, time_us: int) -> tuple[int, ...]:
+        known = SampleLog(self._topic.name, "", *zip(*self._bounds, strict=True))
+        return at_time(self._config, self._services, known, time_us // 1000)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -210,16 +205,13 @@ class _Sending:
             self._commit()
 
     def _send_chunk(self, table: HistoryTable, base: int, rows: Any) -> None:
-        streams, partitions, samples = self._streams, len(self._snapshot.begin), self._samples
         for at in range(self._state.rows - base, len(rows), _ROWS):
             if not self._goes_on():
                 return
             block = rows.slice(at, min(_ROWS, self._limit - self._sent))
             row = base + at
-            places = table.places(block)
             for number, value in enumerate(table.values(block, self._most_bytes), row):
-                stream = number % streams if places is None else stream_of(*places[number - row], partitions, streams)
-                self._writer.write(Output(samples, stream, value, None, None, [(ORIGIN, b"%d" % number)]))
+                self._writer.write(self._samples, number % self._streams, value, None, ((ORIGIN, b"%d" % number),))
             self._state = msgspec.structs.replace(self._state, rows=row + len(block))
             self._tick(_COMMIT_S)
 
@@ -229,6 +221,7 @@ class _Sending:
         """Send what the topic has from the end of the history on."""
         offsets = list(self._state.offsets)
         overlap = self._overlap(offsets)
+        since_us = Overlap.since_us(self._snapshot.end_us, self._overlap_us)
         offsets += [0] * (self._topic.partitions - len(offsets))  # partitions that were added
         if gap := handover.find_gap(offsets, self._bounds):
             raise DataLossError(f"topic {self._topic.name}, {gap}: begin again under another job name")
@@ -242,9 +235,10 @@ class _Sending:
                     partition, offset, value = message.partition(), message.offset(), message.value()
                     offsets[partition] = offset + 1
                     if overlap is not None and overlap.is_open(partition, 1000 * message.timestamp()[1]):
-                        known = self._identity(value, overlap.since_us)
+                        known = self._identity(value, since_us)
                         if isinstance(known, str):
-                            self._write(self._own, SNAPSHOT, handover.encode(Refused(partition, offset, known)))
+                            refusal = Refused(partition, offset, known)
+                            self._writer.write(self._own, SNAPSHOT, handover.encode(refusal))
                             refused += 1
                             continue
                         if overlap.takes(known):
@@ -252,9 +246,9 @@ class _Sending:
                             continue
                     forwarded += 1
                     cut = value[: self._most_bytes] if value else value
-                    origin = [(ORIGIN, b"%d %d" % (partition, offset))]
+                    origin = ORIGIN, b"%d %d" % (partition, offset)
                     stream = stream_of(partition, offset, partitions, streams)
-                    self._writer.write(Output(samples, stream, cut, message.key(), None, origin))
+                    self._writer.write(samples, stream, cut, message.key(), (origin,))
                 over = state.over if overlap is None else tuple(at for at in sorted(overlap.over) if at < partitions)
                 self._state = State(
                     state.rows, state.piece, state.base, tuple(offsets), forwarded, in_history, refused, over
@@ -267,20 +261,23 @@ class _Sending:
     def _overlap(self, offsets: list[int]) -> Overlap | None:
         """Return what says which records are in the history, as it was at the end of the last transaction; None: all
         further ones are not."""
-        by, snapshot = self._source.handover, self._snapshot
-        if by.overlap_s is None or len(self._state.over) == len(snapshot.begin):
+        snapshot = self._snapshot
+        if not self._overlap_us or len(self._state.over) == len(snapshot.begin):
             return None
-        added = range(len(snapshot.begin), self._topic.partitions)  # they are younger than the table
-        overlap = Overlap(snapshot.end_us, int(by.overlap_s * 1e6), (*self._state.over, *added))
+        since_us = Overlap.since_us(snapshot.end_us, self._overlap_us)
         table = self._table or self._open(snapshot)
-        overlap.add(table.identities(overlap.since_us))
+        overlap = Overlap(snapshot.end_us, self._overlap_us, table.identities(since_us))
         with RangeReader(self._config, self._services) as reader:
-            for partition, (begin, end) in enumerate(zip(snapshot.begin, offsets, strict=False)):
-                if partition not in overlap.over:
+            # What arrived before the overlap is in the history, so it takes rows of its identity.
+            for first, until in ((self._offsets_at(since_us), snapshot.begin), (snapshot.begin, offsets)):
+                for partition, (begin, end) in enumerate(zip(first, until, strict=False)):
                     for message in reader.messages(self._topic.name, partition, begin, end):
-                        known = self._identity(message.value, overlap.since_us)
-                        if overlap.is_open(partition, round(1e6 * message.written_s)) and isinstance(known, int):
+                        if not overlap.is_open(partition, round(1e6 * message.written_s)):
+                            break
+                        if isinstance(known := self._identity(message.value, since_us), int):
                             overlap.takes(known)
+        # Partitions that were added are younger than the table.
+        overlap.over.update(self._state.over, range(len(snapshot.begin), self._topic.partitions))
         return overlap
 
     def _identity(self, value: bytes | None, since_us: int) -> int | str:
@@ -307,11 +304,8 @@ class _Sending:
     def _goes_on(self) -> bool:
         return not self._stopped.is_set() and self._sent < self._limit
 
-    def _write(self, topic: str, partition: int, value: bytes) -> None:
-        self._writer.write(Output(topic, partition, value))
-
     def _commit(self) -> None:
-        self._writer.write(Output(self._own, STATES, handover.encode(self._state), None, self._note))
+        self._writer.write(self._own, STATES, handover.encode(self._state), on_offset=self._note)
         self._writer.commit()
         self._kept, self._committed_s = self._state, time.monotonic()
 
