@@ -106,6 +106,6 @@ def test_files_that_changed_are_named_and_further_files_do_not_count() -> None:
 def test_records_of_the_topic_are_read_as_they_were_written_and_others_are_refused() -> None:
     for record in (State(3, 1, 2, (4,), 5, 6, 7, (0,)), Refused(1, 2, "why"), Snapshot(0, (), 5, 1, "", (0,))):
         assert decode(encode(record)) == record
-    for value in (None, b"", b"x", encode({"type": "state", "more": 1})):
+    for value in (None, b"", b"x", encode({"type": "other"}), encode({"type": "state", "rows": "x"})):
         with pytest.raises(RecordError, match="not a record"):
             decode(value)
