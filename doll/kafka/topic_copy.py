@@ -57,7 +57,7 @@ class TransactionalWriter:
                 self._is_open = True
             while True:
                 try:
-                    self._producer.produce(topic, value, key, partition, report, 0, list(headers))
+                    self._producer.produce(topic, value, key, partition, on_delivery=report, headers=list(headers))
                     return
                 except BufferError:
                     self._producer.poll(0.1)

@@ -50,15 +50,15 @@ def _open_parquet(path: str, files: Collection[str]) -> tuple[Any, str]:
     if system.get_file_info(base).type == fs.FileType.File:
         base, name = posixpath.split(base)
         files = files or [name]
-    found = files or sorted(
+    names = files or sorted(
         name
         for info in system.get_file_info(fs.FileSelector(base, recursive=True))
         if info.is_file and (name := info.path.removeprefix(base).lstrip("/")).endswith(".parquet")
         and not any(part[0] in "._" for part in name.split("/"))
     )  # fmt: skip
-    if not found:
+    if not names:
         raise ConfigError(f"source.table: {path}: expected files *.parquet in the folder, got none")
-    paths = [posixpath.join(base, name) for name in found]
+    paths = [posixpath.join(base, name) for name in names]
     layout = ds.partitioning(flavor="hive")
     return ds.dataset(paths, filesystem=system, format="parquet", partitioning=layout, partition_base_dir=base), base
 
@@ -109,8 +109,8 @@ class HistoryTable:
         with self._readable(), ThreadPoolExecutor(_AT_ONCE) as pool:
             fragments = list(self._data.get_fragments())
             self.files = tuple(pool.map(lambda fragment: self._mark(fragment, base), fragments))
-            found = pool.map(self._pieces_of, range(len(fragments)), fragments)
-            self._pieces = sorted((piece for pieces in found for piece in pieces), key=lambda piece: piece[:3])
+            pieces = pool.map(self._pieces_of, range(len(fragments)), fragments)
+            self._pieces = sorted((piece for of_file in pieces for piece in of_file), key=lambda piece: piece[:3])
         self.rows = sum(piece.rows for piece in self._pieces)
         self.end_us = max((piece.high_us for piece in self._pieces), default=_NO_TIME)
         if self.end_us == _NO_TIME:
@@ -157,7 +157,7 @@ class HistoryTable:
     def last_offsets(self) -> dict[int, tuple[int, int, int]]:
         """Return the first and the last offset, and the number of rows, of each partition of the topic. Raise
         ConfigError if a row has no partition or offset."""
-        found: dict[int, tuple[int, int, int]] = {}
+        ends: dict[int, tuple[int, int, int]] = {}
         by = self._source.handover
         with self._readable():
             for batch in self._data.to_batches(columns=[str(by.partition), str(by.offset)]):
@@ -166,9 +166,9 @@ class HistoryTable:
                 partitions, offsets = (column.cast(pa.int64()).to_numpy() for column in batch.columns)
                 for partition in np.unique(partitions).tolist():
                     own = offsets[partitions == partition]
-                    first, last, count = found.get(partition, (int(own[0]), -1, 0))
-                    found[partition] = min(first, int(own.min())), max(last, int(own.max())), count + len(own)
-        return found
+                    first, last, count = ends.get(partition, (int(own[0]), -1, 0))
+                    ends[partition] = min(first, int(own.min())), max(last, int(own.max())), count + len(own)
+        return ends
 
     def identities(self, since_us: int) -> Iterator[int]:
         """Yield the identity of each row of this time or later."""
@@ -200,9 +200,11 @@ class HistoryTable:
         own = fragment.physical_schema
         for name in self._wanted if self._source.format == "parquet" else ():
             kind = self._data.schema.field(name).type
-            found = own.field(name).type if name in own.names else None
-            if found != kind and not (found is None and f"/{name}=" in fragment.path):
-                raise ConfigError(f"{fragment.path}: column {name}: expected {kind}, as in the first file, got {found}")
+            own_kind = own.field(name).type if name in own.names else None
+            if own_kind != kind and not (own_kind is None and f"/{name}=" in fragment.path):
+                raise ConfigError(
+                    f"{fragment.path}: column {name}: expected {kind}, as in the first file, got {own_kind}"
+                )
         fragment.metadata.write_metadata_file(footer := io.BytesIO())
         digest = hashlib.sha256(footer.getvalue()).hexdigest()[:32]
         size = fragment.filesystem.get_file_info(fragment.path).size
