@@ -23,7 +23,7 @@ class FileMark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
-    """What the history was when the job began. `begin`: the first offset of each partition of the topic."""
+    """The state of the history when the job began. `begin`: the first offset of each partition of the topic."""
 
     version: int
     files: tuple[FileMark, ...]
@@ -42,7 +42,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):
-    """What has been sent; each transaction has its state.
+    """The position after a transaction, which has it as its last record.
 
     Attributes:
         rows: number of rows. The next one is in the chunk of `piece`, whose first row has the number `base`.

@@ -72,8 +72,8 @@ class Owner:
         self.written += count
 
     def rows(self) -> list[Row]:
-        found = sorted((at, json.loads(value)) for at, value in self._clicks.committed().items())
-        return [(value["x"], value["at"], *at) for at, value in found]
+        records = sorted((at, json.loads(value)) for at, value in self._clicks.committed().items())
+        return [(value["x"], value["at"], *at) for at, value in records]
 
     def export(self, rows: list[Row], files: int = 3, group: int = 50) -> None:
         """Write the rows into files, in the order of their offsets: the times of the files overlap."""

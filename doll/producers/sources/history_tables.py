@@ -24,7 +24,7 @@ from pyarrow import fs
 from doll.errors import ConfigError
 from doll.extras import lacking
 from doll.producers.handover import FileMark, identity
-from doll.producers.sources.table_rows import Unreadable, check_columns, values_of
+from doll.producers.sources.table_rows import Unreadable, check_columns, values_of, without_views
 
 if TYPE_CHECKING:
     from doll.config.source import HistorySource
@@ -226,7 +226,8 @@ class HistoryTable:
 
     def _read(self, piece: _Piece) -> Any:
         with self._readable():
-            return piece.fragment.subset(row_group_ids=[piece.group]).to_table(self._data.schema, columns=self._wanted)
+            group = piece.fragment.subset(row_group_ids=[piece.group])
+            return without_views(group.to_table(self._data.schema, columns=self._wanted))
 
     def _micros(self, table: Any) -> npt.NDArray[np.int64]:
         return _micros(table.column(self._source.time.field), self._source.time.unit)

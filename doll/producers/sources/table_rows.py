@@ -62,7 +62,7 @@ def records(rows: TableRows, first: int, step: int, repeat: bool, max_bytes: int
             own = range(place - begin - at, len(table), step)
             if not own:
                 continue
-            for index, value in zip(own, values_of(table.take(list(own))), strict=True):
+            for index, value in zip(own, values_of(without_views(table).take(list(own))), strict=True):
                 if isinstance(value, Unreadable):
                     row = at_in_file + index
                     reason = f"{file}, row {row}, column {value.column}: {value.reason}"
@@ -75,7 +75,7 @@ def records(rows: TableRows, first: int, step: int, repeat: bool, max_bytes: int
             place += step * len(own)
 
 
-def _without_views(table: Any) -> Any:
+def without_views(table: Any) -> Any:
     """Return the table with plain texts and bytes instead of views, because Arrow cannot convert views to rows."""
     for at, field in enumerate(table.schema):
         if "_view" in str(field.type):
@@ -93,7 +93,6 @@ class Unreadable:
 
 def values_of(table: Any) -> Sequence[bytes | Unreadable]:
     """Return the rows as JSON objects, or why a row cannot be one."""
-    table = _without_views(table)
     names = table.column_names
     try:
         return [_encode(dict(zip(names, row, strict=True))) for row in zip(*map(_column, table.columns), strict=True)]

@@ -31,19 +31,21 @@ EXTREMES = (
 BESIDE: dict[str, dict[str, Any]] = {
     "min_count": {"max_rows": 1000},
     "ttl_updates": {"max_rows": 1000},
+    "every_updates": {"updates": 1},
     "version": {"registry": "http://host", "subject": "clicks"},
 }
 """What a section needs where a key that may be left out is given."""
 REQUIRED: dict[str, Any] = {
     "images": "a", "labels": "a", "cls": "a.B", "path": "a", "socket": "a", "of": "a:b",
     "launch_template": "lt-0123456789", "launch_template_version": 1,
+    "table": "a", "topic": "a", "time": "at", "handover": {"partition": "p", "offset": "o"},
     "subnets": ["subnet-0123456789"], "instance_types": ["c7g.large"], "stages": 2, "pod_template": "a",
 }  # fmt: skip
 # Waits of the system, which are never longer than 24 days, are in seconds; these are only compared with other times.
 COMPARED = (
     "plan.deadline_s", "plan.cycle_s", "stop.seconds", "checkpoint.history_s", "checkpoint.history_every_s",
     "data.join.window_s", "data.join.lateness_s", "data.join.late_window_s", "data.join.early_after_s",
-    "data.join.max_ahead_s",
+    "data.join.max_ahead_s", "source.handover.overlap_s",
 )  # fmt: skip
 JOIN: dict[str, Any] = {
     "features": {"topic": "f"}, "labels": [{"topic": "l", "name": "y"}], "window_s": 1e9, "on_late": "correct",
@@ -68,6 +70,9 @@ class Key(NamedTuple):
                 inner = {**JOIN, **{name: value for name, value in inner.items() if value != REQUIRED["labels"]}}
             if name == "labels":
                 inner = [inner]
+            if name == "source" and self.path[1] == "handover":
+                history = {key: REQUIRED[key] for key in ("table", "topic", "time")}
+                inner = {"kind": "history", **history, "handover": {"key": "k", **inner["handover"]}}
             if name == "schedule":
                 inner = [inner, {"class": "a.B"}]
             inner = {name: {**inner, "stages": 2} if name == "pipeline" else inner}
