@@ -31,7 +31,6 @@ EXTREMES = (
 BESIDE: dict[str, dict[str, Any]] = {
     "min_count": {"max_rows": 1000},
     "ttl_updates": {"max_rows": 1000},
-    "every_updates": {"updates": 1},
     "version": {"registry": "http://host", "subject": "clicks"},
 }
 """What a section needs where a key that may be left out is given."""
@@ -74,7 +73,7 @@ class Key(NamedTuple):
                 history = {key: REQUIRED[key] for key in ("table", "topic", "time")}
                 inner = {"kind": "history", **history, "handover": {"key": "k", **inner["handover"]}}
             if name == "schedule":
-                inner = [inner, {"class": "a.B"}]
+                inner = [{"updates": 1, **inner}, {"class": "a.B"}]
             inner = {name: {**inner, "stages": 2} if name == "pipeline" else inner}
         job = {"job": "limits", "task": {"class": "m:C"}, **inner}
         if self.path[:2] == ("worker", "pipeline"):
