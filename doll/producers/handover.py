@@ -68,9 +68,10 @@ encode: Final = msgspec.msgpack.Encoder().encode
 def decode(value: bytes | None) -> Snapshot | State | Refused:
     """Return a record of the topic `history`. Raise RecordError if it is not one."""
     try:
-        return _decode(value or b"")
+        record: Snapshot | State | Refused = _decode(value or b"")
     except msgspec.MsgspecError as exc:
         raise RecordError(f"not a record of the topic history: {exc}") from exc
+    return record
 
 
 def begin_after(ends: Mapping[int, tuple[int, int, int]], bounds: Sequence[tuple[int, int]]) -> tuple[int, ...]:

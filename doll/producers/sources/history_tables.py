@@ -180,20 +180,22 @@ class HistoryTable:
                 yield from (identity(key, at) for key, at in zip(keys, times, strict=True) if at >= since_us)
 
     def _check_types(self) -> None:
-        source, by, types = self._source, self._source.handover, pa.types
-        is_text = lambda of: types.is_string(of) or types.is_large_string(of)  # noqa: E731
-        for key, column, is_fit, expected in (
-            ("time", source.time.field, lambda of: types.is_timestamp(of) or (
-                (types.is_integer(of) or types.is_floating(of)) and source.time.unit != "iso8601"
-            ), "a timestamp, or a number with the unit s, ms, us or ns"),
-            ("handover.partition", by.partition, types.is_integer, "integers"),
-            ("handover.offset", by.offset, types.is_integer, "integers"),
-            ("handover.key", by.key, lambda of: types.is_integer(of) or is_text(of), "texts or integers"),
-            ("value", source.value, lambda of: types.is_binary(of) or types.is_large_binary(of) or is_text(of),
-             "bytes or text"),
-        ):  # fmt: skip
-            if column is not None and not is_fit(kind := self._data.schema.field(column).type):
-                raise ConfigError(f"source.{key}: column {column} of {self._path} is {kind}: expected {expected}")
+        source, by = self._source, self._source.handover
+
+        def check(key: str, column: str | None, expected: str, *kinds: str) -> None:
+            """Refuse a column whose type has none of these names."""
+            of = None if column is None else self._data.schema.field(column).type
+            if of is not None and not any(getattr(pa.types, f"is_{kind}")(of) for kind in kinds):
+                raise ConfigError(f"source.{key}: column {column} of {self._path} is {of}: expected {expected}")
+
+        numbers = () if source.time.unit == "iso8601" else ("integer", "floating")
+        check(
+            "time", source.time.field, "a timestamp, or a number with the unit s, ms, us or ns", "timestamp", *numbers
+        )
+        check("handover.partition", by.partition, "integers", "integer")
+        check("handover.offset", by.offset, "integers", "integer")
+        check("handover.key", by.key, "texts or integers", "integer", "string", "large_string")
+        check("value", source.value, "bytes or text", "binary", "large_binary", "string", "large_string")
 
     def _mark(self, fragment: Any, base: str) -> FileMark:
         fragment.ensure_complete_metadata()

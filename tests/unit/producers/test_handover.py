@@ -24,45 +24,50 @@ from doll.producers.handover import (
 PLAYS = int(os.environ.get("DOLL_PLAYS", "3000"))
 
 
+Records = list[tuple[int, int]]  # of a partition: arrival and identity, in order of arrival
+
+
+def restarted(
+    end_us: int, overlap_us: int, table: Records, topic: list[Records], begin: list[int], offsets: list[int],
+    over: set[int],
+) -> Overlap:  # fmt: skip
+    """As `doll.producers.history` makes it again. `table`: event time and identity of each row."""
+    since_us = Overlap.since_us(end_us, overlap_us)
+    overlap = Overlap(end_us, overlap_us, (known for at, known in table if at >= since_us))
+    early = [sum(arrival < since_us for arrival, _ in records) for records in topic]
+    for first, until in ((early, begin), (begin, offsets)):
+        for partition, records in enumerate(topic):
+            for arrival, known in records[first[partition] : until[partition]]:
+                if not overlap.is_open(partition, arrival):
+                    break
+                overlap.takes(known)
+    overlap.over |= over
+    return overlap
+
+
 def test_each_record_counts_once_in_random_plays_with_restarts() -> None:
     """Records with equal keys and times; arrival up to the overlap after their time; restarts after any record."""
     rng = random.Random(0)
     for _ in range(PLAYS):
         overlap_us, partitions = rng.choice([1_000, 50_000, 400_000]), rng.randint(1, 4)
-        topic: list[list[tuple[int, int]]] = []  # of each partition: arrival and identity, in order of arrival
-        events = []
-        for partition in range(partitions):
+        topic: list[Records] = []
+        events = []  # arrival, event time and identity
+        for _partition in range(partitions):
             records = []
             for arrival in sorted(rng.randrange(1_000_000) for _ in range(rng.randrange(25))):
                 at = arrival - rng.randint(0, overlap_us)
                 records.append((arrival, at, identity(rng.randrange(3), at)))
             topic.append([(arrival, known) for arrival, _, known in records])
-            events += [(arrival, at, known, partition) for arrival, at, known in records]
+            events += records
         cut = rng.randrange(1_000_000)  # what arrived until here is in the table
-        table = [event for event in events if event[0] <= cut]
+        table = [(at, known) for arrival, at, known in events if arrival <= cut]
         if not table:
             continue
-        end_us = max(at for _, at, _, _ in table)
-        assert all(arrival <= end_us + overlap_us for arrival, *_ in table)
+        end_us = max(at for at, _ in table)
         begin = [sum(arrival < end_us - overlap_us for arrival, _ in records) for records in topic]
-        kept_over: set[int] = set()
-        offsets, sent = list(begin), [known for _, _, known, _ in table]
-
-        def restart(offsets: list[int] = offsets, kept_over: set[int] = kept_over, topic=topic, begin=begin,
-                    table=table, end_us=end_us, overlap_us=overlap_us) -> Overlap:  # fmt: skip
-            since_us = Overlap.since_us(end_us, overlap_us)
-            overlap = Overlap(end_us, overlap_us, (known for _, at, known, _ in table if at >= since_us))
-            early = [sum(arrival < since_us for arrival, _ in records) for records in topic]
-            for first, until in ((early, begin), (begin, offsets)):
-                for partition, records in enumerate(topic):
-                    for arrival, known in records[first[partition] : until[partition]]:
-                        if not overlap.is_open(partition, arrival):
-                            break
-                        overlap.takes(known)
-            overlap.over |= kept_over
-            return overlap
-
-        overlap = restart()
+        over: set[int] = set()
+        offsets, sent = list(begin), [known for _, known in table]
+        overlap = restarted(end_us, overlap_us, table, topic, begin, offsets, over)
         while left := [n for n in range(partitions) if offsets[n] < len(topic[n])]:
             partition = rng.choice(left)
             arrival, known = topic[partition][offsets[partition]]
@@ -71,9 +76,9 @@ def test_each_record_counts_once_in_random_plays_with_restarts() -> None:
                 sent.append(known)
             if rng.random() < 0.1:
                 if rng.random() < 0.5:
-                    kept_over |= overlap.over
-                overlap = restart()
-        assert sorted(sent) == sorted(known for _, _, known, _ in events)
+                    over |= overlap.over
+                overlap = restarted(end_us, overlap_us, table, topic, begin, offsets, over)
+        assert sorted(sent) == sorted(known for _, _, known in events)
 
 
 def test_the_topic_begins_after_the_last_offsets_of_the_table() -> None:

@@ -39,7 +39,8 @@ def ids_of(table: HistoryTable, piece: int = 0, base: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_of_overlapping_files_come_in_order_and_from_each_piece_on(tmp_path: Path, seed: int) -> None:
-    rng, time_of, first = random.Random(seed), {}, 0
+    rng, first = random.Random(seed), 0
+    time_of: dict[int, int] = {}
     for number in range(rng.randint(1, 4)):
         times = [rng.randint(0, 60) + 20 * number for _ in range(rng.randint(1, 30))]
         if rng.random() < 0.5:
