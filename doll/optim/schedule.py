@@ -127,7 +127,7 @@ class Schedule:
             measured = (self._total / self._weight,)
             self._total = self._weight = 0.0
         try:
-            self._scheduler.step(*measured)
+            self._scheduler.step(*measured)  # type: ignore[arg-type]  # a plateau takes its metric
         except ValueError as exc:  # such as OneCycleLR after its last step
             self._is_over = True
             log.warning("schedule_over", updates=self._updates, reason=str(exc), action="the rates stay as they are")

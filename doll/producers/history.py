@@ -90,14 +90,15 @@ def send_history(
     heartbeat.expect("loop", within_s=_LOOP_S)
     heartbeat.set_waiting_for("")
     while not stopped.is_set():
-        sending = _Sending(config, services, sender, stopped, heartbeat, say)
+        # A later process has this name too: from here on, nothing of an earlier one is committed.
+        writer = TransactionalWriter(config, services, f"doll.{config.job}.history")
         try:
-            return sending.run()
+            return _Sending(config, services, writer, sender, stopped, heartbeat, say).run()
         except AbandonedError as exc:
             log.warning("history_abandoned", reason=str(exc), hint="what was not committed is sent again")
             stopped.wait(1.0)
         finally:
-            sending.close()
+            writer.close()
     return False
 
 
@@ -105,24 +106,23 @@ class _Sending:
     """The sending until a transaction fails."""
 
     def __init__(
-        self, config: JobConfig, services: Services, sender: SampleSender, stopped: threading.Event,
-        heartbeat: Heartbeat, say: Callable[[str], None],
+        self, config: JobConfig, services: Services, writer: TransactionalWriter, sender: SampleSender,
+        stopped: threading.Event, heartbeat: Heartbeat, say: Callable[[str], None],
     ) -> None:  # fmt: skip
         assert isinstance(config.source, HistorySource)
         self._config, self._services, self._source = config, services, config.source
-        self._sender, self._stopped, self._heartbeat, self._say = sender, stopped, heartbeat, say
+        self._writer, self._sender = writer, sender
+        self._stopped, self._heartbeat, self._say = stopped, heartbeat, say
         self._samples, self._own = config.topic("samples"), config.topic("history")
         self._streams, self._most_bytes = config.data.num_partitions, config.data.max_record_bytes + 1
         self._limit = config.source.limit_samples or 1 << 62
         self._overlap_us = round(1e6 * (config.source.handover.overlap_s or 0))  # 0: offsets tell
-        # A later process has this name too: from here on, nothing of an earlier one is committed.
-        self._writer = TransactionalWriter(config, services, f"doll.{config.job}.history")
         self._topic = check_topic(config, services, config.source.topic, "source.topic")
         with RangeReader(config, services) as reader:
             self._bounds = [reader.bounds(self._topic.name, number) for number in range(self._topic.partitions)]
             known = read_snapshot(config, reader)
-            self._table = self._open(known) if known is None else None
-            self._snapshot = self._begin() if self._table else known
+            self._table = self._open(None) if known is None else None
+            self._snapshot = known or self._begin()
             self._state = State(offsets=self._snapshot.begin) if known is None else read_state(config, reader)
         if self._snapshot.topic_id != self._topic.topic_id:
             raise ConfigError(f"source.topic: topic {self._topic.name} was deleted and created again")
@@ -132,9 +132,6 @@ class _Sending:
         if known is None:
             self._writer.write(self._own, SNAPSHOT, handover.encode(self._snapshot))
             self._commit()
-
-    def close(self) -> None:
-        self._writer.close()
 
     def run(self) -> bool:
         if self._state.rows < self._snapshot.rows:

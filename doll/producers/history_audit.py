@@ -66,11 +66,14 @@ def audit_history(config: JobConfig, services: Services) -> HistoryReport:
             for message in reader.messages(samples, stream, low, high):
                 # A sample that `doll dead replay` has written again has no origin.
                 for value in (value for name, value in message.headers if name == ORIGIN and value):
-                    *partition, at = map(int, value.split())
-                    if not partition:
-                        rows[at] += rows[at] < 2
-                    elif partition[0] < len(records) and at - begin[partition[0]] < len(records[partition[0]]):
-                        records[partition[0]][at - begin[partition[0]]] += 1
+                    try:
+                        *place, at = map(int, value.split())
+                        if not place:
+                            rows[at] += rows[at] < 2
+                        elif place[0] < len(records) and (index := at - begin[place[0]]) < len(records[place[0]]):
+                            records[place[0]][index] += records[place[0]][index] < 2
+                    except (ValueError, IndexError):
+                        report.problems.append(f"{samples}/{stream}, offset {message.offset}: no origin: {value!r:.60}")
         missing = int((rows[: state.rows] == 0).sum())
         twice = int((rows > 1).sum()) + sum(int((of > 1).sum()) for of in records)
         absent, unknown = 0, False

@@ -317,9 +317,9 @@ def test_without_a_measurement_a_plateau_changes_nothing_and_a_set_without_the_m
         ours.measure(0.0, 0.0)
         ours.apply([np.ones(len(before), np.float32)], 1.0, SAMPLES)
         np.testing.assert_allclose((before - ours.weights)[: ours.num_parameters], 0.01, rtol=1e-3)
-    batch = namedtuple("Batch", "loss_sum metric_sums")
-    push = namedtuple("Push", "batches")
-    item = namedtuple("Item", "push weight")
+    batch = namedtuple("batch", "loss_sum metric_sums")
+    push = namedtuple("push", "batches")
+    item = namedtuple("item", "push weight")
     update: Any = namedtuple("Update", "sets")(
         [
             item(push([batch(2.0, {"auc": 1.0}), batch(4.0, {"auc": 0.5})]), 3.0),
