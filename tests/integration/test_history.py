@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -104,6 +105,10 @@ def sent(config: JobConfig, services: Services) -> int:
     return state.rows + state.forwarded
 
 
+def has_sent(config: JobConfig, services: Services, count: int) -> bool:
+    return sent(config, services) >= count
+
+
 def run_until(config: JobConfig, services: Services, count: int) -> None:
     """Send until there are `count` samples."""
     stop = threading.Event()
@@ -145,8 +150,8 @@ def test_each_row_and_each_record_is_sent_once_through_kills(
         )
         try:
             if kill < KILLS:
-                before = sent(config, services)
-                until(lambda before=before: sent(config, services) > before or before >= 6000, "some samples")
+                wanted = min(6000, sent(config, services) + 1)
+                until(functools.partial(has_sent, config, services, wanted), "some samples")
                 owner.write(rng.randrange(200))
             else:
                 until(lambda: sent(config, services) >= owner.written, "all samples", timeout_s=60)
