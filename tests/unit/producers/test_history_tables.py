@@ -72,6 +72,32 @@ def test_one_file_a_folder_of_partitions_and_hidden_files(tmp_path: Path) -> Non
     assert table.last_offsets() == {0: (0, 3, 2), 1: (1, 4, 2), 2: (2, 2, 1)}
 
 
+@pytest.mark.slow
+def test_a_folder_in_a_bucket_is_read_as_a_local_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boto3 = pytest.importorskip("boto3")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        address = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+        for name, value in (
+            ("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "b"), ("AWS_DEFAULT_REGION", "us-east-1"),
+            ("AWS_EC2_METADATA_DISABLED", "true"), ("AWS_ENDPOINT_URL", address),
+        ):  # fmt: skip
+            monkeypatch.setenv(name, value)
+        client = boto3.client("s3", endpoint_url=address)
+        client.create_bucket(Bucket="lake")
+        for name, times, first in (("a", [3, 1, 2], 0), ("b", [5, 4], 3)):
+            write(tmp_path / name, times, first)
+            client.upload_file(str(tmp_path / name), "lake", f"clicks/day=1/{name}.parquet")
+        table = HistoryTable(source(), "s3://lake/clicks/")
+        assert ids_of(table) == [1, 2, 0, 4, 3]
+        assert [file.name for file in table.files] == ["day=1/a.parquet", "day=1/b.parquet"]
+        again = HistoryTable(source(), "s3://lake/clicks/", [file.name for file in table.files])
+        assert again.files == table.files
+    finally:
+        server.stop()
+
+
 def test_times_of_each_type_and_unit_are_the_same_times(tmp_path: Path) -> None:
     seconds = [1_700_000_000.5, 1_700_000_001.25]
     forms: dict[str, tuple[Any, str]] = {
