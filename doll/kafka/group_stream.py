@@ -234,10 +234,10 @@ class GroupStream:
             self._failed = exc
 
     def _translated(self, what: str) -> Any:
-        return Translated(self._services.kafka, what)
+        return _Translated(self._services.kafka, what)
 
 
-class Translated:
+class _Translated:
     """A context that raises FencedError or ServiceUnavailableError instead of KafkaException."""
 
     def __init__(self, address: str, what: str) -> None:
