@@ -18,6 +18,7 @@ from doll.errors import DollError
 from doll.monitor.state.progress import JobSnapshot
 from doll.monitor.views.display import Display, panel
 from doll.run.folder import JOB, RunFolder
+from doll.run.local.resume import run_resume
 from doll.run.local.up import run_up
 
 _EVERY_S: Final = 0.5
@@ -83,9 +84,10 @@ def main(arguments: list[str]) -> int:
     """Run the job in a folder, and return the exit code.
 
     Args:
-        arguments: the path of the folder, and the width of the panel in characters.
+        arguments: the path of the folder, the width of the panel in characters, and, if the run is to be resumed, the
+            settings that change, as for `doll resume --set`.
     """
-    folder, width = Path(arguments[0]), int(arguments[1])
+    folder, width, changes = Path(arguments[0]), int(arguments[1]), arguments[2:]
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as pipe:
         os.dup2(2, 1)  # all other output of this process goes to the log
         try:
@@ -95,7 +97,10 @@ def main(arguments: list[str]) -> int:
             return error.exit_code
         display = EventDisplay(config.stop, pipe, width)
         try:
-            report = run_up(config, folder.parent, folder=RunFolder(folder), display=display)
+            if changes:
+                report = run_resume(folder, changes, display=display)
+            else:
+                report = run_up(config, folder.parent, folder=RunFolder(folder), display=display)
         except DollError as error:
             display.send(Event(error=str(error), error_class=type(error).__name__))
             return error.exit_code

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -235,18 +236,20 @@ class Run:
         return open_target(self.folder, [])
 
 
-def start(folder: Path, feeder: Feeder | None) -> Run:
-    """Start the job of a folder in a child process, which ends with this process."""
+def start(folder: Path, feeder: Feeder | None, changes: Sequence[str] = ()) -> Run:
+    """Start the job of a folder in a child process, which ends with this process. `changes`: resume the run with these
+    settings."""
     run = Run(folder)
-    run._process = _Process(folder, feeder)
+    run._process = _Process(folder, feeder, changes)
     return run
 
 
 class _Process:
     """The process of a run, and the events that it has sent."""
 
-    def __init__(self, folder: Path, feeder: Feeder | None) -> None:
+    def __init__(self, folder: Path, feeder: Feeder | None, changes: Sequence[str]) -> None:
         self._folder = folder
+        self._changes = changes
         self._feeder = feeder
         self._log = RunFolder(folder).logs / _LOG
         self._events: queue.Queue[Event] = queue.Queue(maxsize=10_000)
@@ -269,7 +272,7 @@ class _Process:
         return not self._ended.is_set()
 
     def _attend(self) -> None:
-        command = [sys.executable, "-m", "doll.api.child", str(self._folder), str(WIDTH)]
+        command = [sys.executable, "-m", "doll.api.child", str(self._folder), str(WIDTH), *self._changes]
         path = {"PYTHONPATH": ":".join(filter(None, sys.path))}  # the task's module may be in any of these
         try:
             self._child = spawn(command, self._log, path, stdout=subprocess.PIPE)

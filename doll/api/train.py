@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -39,6 +40,7 @@ def train(
     policy: str | Mapping[str, Any] | None = None,
     stop: Mapping[str, Any] | None = None,
     init_from: str | Path | Mapping[str, Any] | None = None,
+    resume: Run | None = None,
     settings: Mapping[str, Any] | None = None,
     runs_folder: str | Path = "runs",
     wait: bool = True,
@@ -63,6 +65,9 @@ def train(
             run. None: the run ends at the end of the source.
         init_from: initial weights, as `training.init_from` of a job file: the folder of a run (`run.folder`),
             `RUN@VERSION`, `s3://bucket/prefix`, or a file; or a dict such as `{"from": run.folder, "strict": True}`.
+        resume: a run of this function that has ended, which goes on in its folder with more samples, its model and its
+            audit. Of the other arguments, only `source`, `stop`, `settings`, `wait` and `progress` may be given. `stop`
+            counts from the beginning of the run; without it, the run ends at the end of the source.
         settings: other keys of the job file, such as `{"training.optimizer": {"name": "adam", "lr": 0.001}}`
             (docs/configuration.md).
         runs_folder: folder in which the run folder is created.
@@ -78,6 +83,11 @@ def train(
         RunFailedError: the run has ended with an error, or its audit has failed.
     Every exception that ends the run, or the wait for it, has the run in its attribute `run`: `error.run.folder`.
     """
+    if resume is not None:
+        others = (task, job, name, args, held_out, workers, policy, init_from)
+        if any(other is not None for other in others):
+            raise ConfigError("resume: expected only source, stop and settings with it: the run has all else")
+        return _waited(_resume(resume, source, stop, settings or {}), wait=wait, progress=progress)
     content = _job_content(job)
     if task is None and "task" not in content:
         raise ConfigError("task: expected a subclass of doll.Task, or a job file that names one (job=...)")
@@ -117,7 +127,10 @@ def train(
     elif config.training.init_from is not None:
         find_source(config, config.training.init_from.source)
     folder = create(Path(runs_folder), config.job, datetime.now())
-    run = _start(folder, content, task, items, held, config)
+    return _waited(_start(folder, content, task, items, held, config), wait=wait, progress=progress)
+
+
+def _waited(run: Run, *, wait: bool, progress: bool) -> Run:
     if wait:
         try:
             run.wait(progress=progress)
@@ -125,6 +138,23 @@ def train(
             vars(error)["run"] = run
             raise
     return run
+
+
+def _resume(run: Run, source: Any, stop: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> Run:
+    """Start an ended run again, with another source."""
+    if run.is_running or source is None:
+        raise ConfigError("resume: expected a run that has ended, and a source of more samples")
+    config = open_target(run.folder, []).config
+    changes, feeder = {"source": source, "stop": stop or {}, **settings}, None
+    if not (isinstance(source, Mapping) and "kind" in source):
+        feeder = Feeder(items_of(source).records, config.data.num_partitions, config.data.max_record_bytes)
+        changes["source"] = {"kind": "feed", "socket": str(feeder.path)}
+    try:
+        return runs.start(run.folder, feeder, [f"{key}={json.dumps(_plain(value))}" for key, value in changes.items()])
+    except BaseException:
+        if feeder is not None:
+            feeder.close()
+        raise
 
 
 def _start(

@@ -25,18 +25,20 @@ def audit(
 ) -> None:
     """Verify that every sample is applied exactly once, from checkpoint, updates and offsets. Exit code 4 if not.
 
-    With data.join, also verify that each record of the joined topics is in one sample, dropped, refused or open.
+    With data.join, also verify that each record of the joined topics is in one sample, dropped, refused or open; with
+    source.kind: history, that each row and each record is in one sample.
 
     Example: doll audit my.yaml
     """
-    from doll.run.status import audit_target, join_audit_of, require_finished
+    from doll.run.status import audit_target, inputs_audit_of, require_finished
 
     job_target = job.target(run_folder)
-    joined = join_audit_of(job_target)
+    joined = inputs_audit_of(job_target)
     report = audit_target(job_target)
     losses = report.losses() if report.loss_allowed else ()
     details = [*report.violations(), *losses, *report.unread_records(), *report.rolled_back()]
-    of_join = {} if joined is None else {"join": dataclasses.asdict(joined)}
+    name = "history" if job_target.config.data.join is None else "join"
+    of_join = {} if joined is None else {name: dataclasses.asdict(joined)}
     texts = ["\n  ".join([report.summary(), *details]), *([] if joined is None else [joined.text()])]
     emit(as_json, report.to_dict() | of_join, "\n".join(texts))
     if not report.ok or (joined is not None and not joined.ok):

@@ -25,6 +25,7 @@ from doll.config.loader import parse as parse
 from doll.config.provision import PlanConfig as PlanConfig
 from doll.config.source import ArrivalsConfig as ArrivalsConfig
 from doll.config.source import FeedSource as FeedSource
+from doll.config.source import HistorySource as HistorySource
 from doll.config.source import StdinSource as StdinSource
 from doll.config.tables import TableConfig as TableConfig
 from doll.config.training import AdagradConfig as AdagradConfig

@@ -27,7 +27,7 @@ from doll.config.roles import (
     WorkerConfig,
 )
 from doll.config.section import Section
-from doll.config.source import ArrivalsConfig, SourceConfig, StdinSource
+from doll.config.source import ArrivalsConfig, HistorySource, SourceConfig, StdinSource
 from doll.config.training import StopConfig, TaskConfig, TrainingConfig
 
 MAX_PORT: Final = 65_535
@@ -98,6 +98,11 @@ class JobConfig(Section):
         is_json = data.samples_per_record == 1 and (data.format is None or data.format.kind == "json")
         if self.freshness.time.field is not None and not is_json:
             yield "freshness.time.field: expected records that are JSON objects, one sample in each: name a header"
+        if isinstance(self.source, HistorySource):
+            if data.samples_per_record != 1:
+                yield f"data.samples_per_record: expected 1 with source.kind: history, got {data.samples_per_record}"
+            if self.source.topic.startswith(f"doll.{self.job}."):
+                yield f"source.topic: expected a topic that belongs to somebody else, got {self.source.topic}"
         rates = self.arrivals.rate_per_s
         if isinstance(rates, list) and not data.asks_kafka and len(rates) != (streams := data.num_partitions):
             yield f"arrivals.rate_per_s: expected {streams} rates (data.partitions or data.workers), got {len(rates)}"
@@ -249,7 +254,7 @@ class JobConfig(Section):
         return 1 if self.worker.pipeline is None else self.worker.pipeline.stages
 
     def topic(
-        self, kind: Literal["samples", "events", "commands", "updates", "metrics", "dead", "join", "joins"]
+        self, kind: Literal["samples", "events", "commands", "updates", "metrics", "dead", "join", "joins", "history"]
     ) -> str:
         """Return the name of a topic of the job; the topic `samples` may belong to somebody else."""
         if kind == "samples" and self.data.topic is not None:

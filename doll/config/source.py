@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.format import CsvFormat, FormatSection, JsonFormat
-from doll.config.section import Section
+from doll.config.join import Time
+from doll.config.section import LONGEST_S, Section
 from doll.config.variants import Variants
 
 
@@ -211,8 +212,76 @@ class PythonSource(SourceSection):
         return ["python", self.of, self.args] if self.in_order else None
 
 
+class HandoverConfig(Section):
+    """How DOLL finds the first record of the topic that is not in the table: by the columns `partition` and `offset`;
+    or by `key` and time, with an overlap. Of a record that arrives in the overlap, it is looked up whether the table
+    has it."""
+
+    partition: str | None = None
+    """name of the column that has the partition of the topic"""
+    offset: str | None = None
+    """name of the column that has the offset in this partition"""
+    key: str | None = None
+    """name of the column, and of the field of the topic's records, that together with the time identifies a record"""
+    overlap_s: PositiveFloat | None = Field(default=None, le=LONGEST_S)
+    """a record arrives in the topic at most this long after its event time. Each record that arrived this long before
+    the latest time of the table is in the table, and no record that arrived this long after it"""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        given = {name for name in ("partition", "offset", "key", "overlap_s") if getattr(self, name) is not None}
+        if given not in ({"partition", "offset"}, {"key", "overlap_s"}):
+            raise ValueError(f"expected partition and offset, or key and overlap_s; got {', '.join(sorted(given))}")
+        return self
+
+
+class HistorySource(SourceSection):
+    """The rows of a table in the order of their event time, as fast as they can be read, and then the records of a
+    topic, from the first one that is not in the table; each record once (docs/guide/history.md). The source needs
+    `doll-online[parquet]`."""
+
+    kind: Literal["history"]
+    table: str = Field(min_length=1)
+    """a file or folder, or an address such as s3://bucket/folder. The files are `*.parquet`, also those in
+    subfolders"""
+    format: Literal["parquet", "delta"] = "parquet"
+    """delta: a Delta table, of which the newest version is read; it needs `doll-online[delta]`"""
+    topic: str = Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")
+    """name of an existing topic, which DOLL only reads"""
+    time: Time
+    """name of the column, and with `handover.key` of the field of the topic's records, that has the event time; or
+    {field: ..., unit: ...}. A column of timestamps has a unit of its own"""
+    handover: HandoverConfig
+    """how DOLL finds where the table ends in the topic"""
+    columns: list[str] = Field(default_factory=list)
+    """names of the columns to send, as one JSON object for each row; default: all"""
+    value: str | None = None
+    """name of a column of bytes or text that is sent as it is, instead of `columns`: the values of the topic's
+    records"""
+    memory_bytes: PositiveInt = Field(default=1024 * 1024 * 1024, ge=1_048_576)
+    """maximum size of row groups whose times overlap, because they are in memory together"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        _require_different(self.columns)
+        if self.time.field is None:
+            raise ValueError("time: expected the name of a column")
+        if self.columns and self.value:
+            raise ValueError("expected columns or value, got both")
+        return self
+
+    def position_identity(self) -> list[Any] | None:
+        return None  # the topic `history` has the position
+
+    def format_problem(self, given: FormatSection | None) -> str:
+        if self.value is not None or given is None or isinstance(given, JsonFormat):
+            return ""
+        return f"expected {{kind: json}}, because the source sends JSON objects, or source.value; got {given.kind}"
+
+
 sources = Variants(
     "kind", CsvSource, JsonlSource, ParquetSource, DatasetSource, StdinSource, FeedSource, PythonSource, TextSource,
+    HistorySource,
     gone={
         kind: f"{kind} is a function of the example {example} now (doll example copy {example}): write "
         f"{{kind: python, of: '{function}', args: {{...}}{order}}}"

@@ -149,6 +149,11 @@ class SchedulePart(NamedClass):
 
     updates: PositiveInt | None = None
     """number of updates for which this part lasts; omitted in the last part, which has no end"""
+    metric: str | None = None
+    """only for ReduceLROnPlateau, as the only part: `loss`, or a metric of the task, of samples before they are
+    learned. The scheduler gets its mean over the samples of each `every_updates` updates"""
+    every_updates: PositiveInt = 100
+    """with `metric`: number of updates between two steps of the scheduler, so that `patience` counts such intervals"""
 
 
 def _as_list(value: Any) -> Any:
@@ -234,6 +239,10 @@ class TrainingConfig(Section):
     def _fits(self) -> Self:
         if self.clip_norm is not None and self.clip_value is not None:
             raise ValueError("clip_value: expected either clip_norm or clip_value, got both: remove one")
+        if len(self.schedule) > 1 and any(part.metric for part in self.schedule):
+            raise ValueError("schedule: expected a part with `metric` to be the only one")
+        if self.policy.sends_steps and any(part.metric for part in self.schedule):
+            raise ValueError(f"schedule: metric: policy {self.policy.name}: expected workers that send gradients")
         for number, part in enumerate(self.schedule):
             is_last = number == len(self.schedule) - 1
             if is_last and part.updates is not None:

@@ -1,4 +1,4 @@
-"""Checks of the topics that `doll join` reads: they exist, can be read, and lose nothing."""
+"""Checks of topics that DOLL reads and that belong to others: they exist, can be read, and lose nothing."""
 
 from __future__ import annotations
 
@@ -37,31 +37,46 @@ def joined_topics(config: JobConfig, services: Services) -> tuple[JoinedTopic, .
     join = config.data.join
     assert join is not None
     takes = ["", *(label.take for label in join.labels)]
+    return tuple(
+        check_topic(
+            config, services, name,
+            "data.join.features.topic" if source == 0 else f"data.join.labels[{source - 1}].topic",
+            source=source, compacted=take == "last",
+        )
+        for source, (name, take) in enumerate(zip(join.topics, takes, strict=True))
+    )  # fmt: skip
+
+
+def check_topic(
+    config: JobConfig, services: Services, name: str, where: str, *, source: int = 0, compacted: bool = False
+) -> JoinedTopic:
+    """Return the present state of a topic of which each record is needed; `where` is its key in the job file.
+
+    Args:
+        compacted: whether it may be compacted.
+
+    Raises:
+        ConfigError, ServiceUnavailableError: see `joined_topics`.
+    """
     admin = make_admin(config, services)
-    inputs = []
-    for source, (name, take) in enumerate(zip(join.topics, takes, strict=True)):
-        where = "data.join.features.topic" if source == 0 else f"data.join.labels[{source - 1}].topic"
-        with translate_errors(services.kafka, f"describe topic {name}"):
-            try:
-                description = retry_while_leaderless(lambda name=name: describe_topic(admin, name))  # type: ignore[misc]
-            except KafkaException as exc:
-                if error_of(exc).code() in MISSING:
-                    raise ConfigError(
-                        f"{where}: Kafka at {services.kafka} has no topic {name}: correct the name"
-                    ) from exc
-                if is_denial(error_of(exc)):
-                    raise ConfigError(f"{where}: this user may not describe topic {name}: allow it") from exc
-                raise
-        allowed = description.authorized_operations
-        if allowed and not {AclOperation.READ, AclOperation.ALL} & set(allowed):
-            raise ConfigError(f"{where}: this user may not read topic {name}: allow it")
-        if lost := [part.id for part in description.partitions if part.leader is None or part.leader.id < 0]:
-            raise ServiceUnavailableError(f"topic {name}: partitions {lost} have no leader: start their brokers")
-        settings = settings_of(admin, name) or {}
-        if "compact" in settings.get("cleanup.policy", "") and take != "last":
-            raise ConfigError(
-                f"{where}: topic {name} is compacted: Kafka deletes all but the newest record of a key, perhaps before "
-                "it is joined; expected cleanup.policy=delete" + (", or take: last" if source else "")
-            )
-        inputs.append(JoinedTopic(source, name, len(description.partitions), known_id(description)))
-    return tuple(inputs)
+    with translate_errors(services.kafka, f"describe topic {name}"):
+        try:
+            description = retry_while_leaderless(lambda: describe_topic(admin, name))
+        except KafkaException as exc:
+            if error_of(exc).code() in MISSING:
+                raise ConfigError(f"{where}: Kafka at {services.kafka} has no topic {name}: correct the name") from exc
+            if is_denial(error_of(exc)):
+                raise ConfigError(f"{where}: this user may not describe topic {name}: allow it") from exc
+            raise
+    allowed = description.authorized_operations
+    if allowed and not {AclOperation.READ, AclOperation.ALL} & set(allowed):
+        raise ConfigError(f"{where}: this user may not read topic {name}: allow it")
+    if lost := [part.id for part in description.partitions if part.leader is None or part.leader.id < 0]:
+        raise ServiceUnavailableError(f"topic {name}: partitions {lost} have no leader: start their brokers")
+    settings = settings_of(admin, name) or {}
+    if "compact" in settings.get("cleanup.policy", "") and not compacted:
+        raise ConfigError(
+            f"{where}: topic {name} is compacted: Kafka deletes all but the newest record of a key, perhaps before it "
+            "is read; expected cleanup.policy=delete" + (", or take: last" if source else "")
+        )
+    return JoinedTopic(source, name, len(description.partitions), known_id(description))

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from doll.kafka.topic_plan import JOIN_KINDS, TOPIC_KINDS, TopicKind
+from doll.config.source import HistorySource
+from doll.kafka.topic_plan import TOPIC_KINDS, TopicKind, extra_kinds
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -52,13 +53,14 @@ def needed(config: JobConfig, role: Role) -> list[Permission]:
     if role == "joiner" and config.data.join is None:
         return []
     of_role = _OPERATIONS[role]
+    history = config.source if role == "producer" and isinstance(config.source, HistorySource) else None
+    if history is not None:
+        of_role = {name: (*kinds, "history") for name, kinds in of_role.items()} | {"Delete": ("history",)}
     permissions = [
         Permission("topic", config.topic(kind), operation) for operation, kinds in of_role.items() for kind in kinds
     ]
     seen = {kind for kinds in of_role.values() for kind in kinds}
-    unseen = [
-        kind for kind in (TOPIC_KINDS if config.data.join is None else (*TOPIC_KINDS, *JOIN_KINDS)) if kind not in seen
-    ]
+    unseen = [kind for kind in (*TOPIC_KINDS, *extra_kinds(config)) if kind not in seen]
     permissions += [Permission("topic", config.topic(kind), "Describe") for kind in unseen]
     permissions.append(Permission("group", f"doll.{config.job}.", "Describe", is_prefix=True))
     if role == "joiner" and (join := config.data.join) is not None:
@@ -72,6 +74,10 @@ def needed(config: JobConfig, role: Role) -> list[Permission]:
             Permission("transactional-id", f"doll.{config.job}.join.", name, is_prefix=True)
             for name in ("Describe", "Write")
         ]  # fmt: skip
+    if history is not None:
+        permissions += [Permission("topic", history.topic, name) for name in ("Read", "DescribeConfigs")]
+        name = f"doll.{config.job}.history"
+        permissions += [Permission("transactional-id", name, operation) for operation in ("Describe", "Write")]
     if role == "worker":
         permissions.append(Permission("group", f"doll-{config.job}-w", "Read", is_prefix=True))
     return permissions

@@ -154,7 +154,7 @@ def start_offsets(config: JobConfig, services: Services, samples: SampleLog) -> 
             return _given(start.offsets, samples)
         case start:
             assert start.timestamp is not None  # one of the two is given
-            return _at_time(config, services, samples, round(start.timestamp.timestamp() * 1000))
+            return at_time(config, services, samples, round(start.timestamp.timestamp() * 1000))
 
 
 def deleted_before(config: JobConfig, generation: int, origins: Sequence[int]) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ def _given(offsets: Mapping[int, int], samples: SampleLog) -> tuple[int, ...]:
     return tuple(offsets[number] for number in range(num))
 
 
-def _at_time(config: JobConfig, services: Services, samples: SampleLog, time_ms: int) -> tuple[int, ...]:
+def at_time(config: JobConfig, services: Services, samples: SampleLog, time_ms: int) -> tuple[int, ...]:
     """Return the offset of each partition's first record of this time or later; its end if there is none."""
     places = [TopicPartition(samples.name, number) for number in range(len(samples.low))]
     spec = OffsetSpec.for_timestamp(time_ms)

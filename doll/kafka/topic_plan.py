@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 if TYPE_CHECKING:
     from doll.config import JobConfig
 
-TopicKind = Literal["samples", "commands", "events", "updates", "metrics", "dead", "join", "joins"]
+TopicKind = Literal["samples", "commands", "events", "updates", "metrics", "dead", "join", "joins", "history"]
 JOIN_KINDS: Final[tuple[TopicKind, ...]] = ("join", "joins")  # topics of a job with data.join
-TOPIC_KINDS: Final[tuple[TopicKind, ...]] = tuple(kind for kind in get_args(TopicKind) if kind not in JOIN_KINDS)
+TOPIC_KINDS: Final[tuple[TopicKind, ...]] = tuple(
+    kind for kind in get_args(TopicKind) if kind not in (*JOIN_KINDS, "history")
+)
 
 # The longest control record lists every offset of a large group, if all of its records are refused.
 RECORD_LIMIT_BYTES: Final = 32 * 1024 * 1024
@@ -81,8 +83,9 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
         # The joiners delete the records of the log that they do not need any more.
         "join": forever | long,
         "joins": forever | long,
+        "history": forever | long,
     }
-    partitions: dict[TopicKind, int] = {"commands": config.data.places}
+    partitions: dict[TopicKind, int] = {"commands": config.data.places, "history": 2}
     if config.data.topic is None:
         partitions |= dict.fromkeys(("samples", "join", "joins"), config.data.num_partitions)
     return [
@@ -94,7 +97,14 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
 def kinds_of(config: JobConfig) -> list[TopicKind]:
     """Return the kinds of topics that the job has, without an existing samples topic."""
     kinds = TOPIC_KINDS if config.data.topic is None else TOPIC_KINDS[1:]
-    return [*kinds, *(() if config.data.join is None else JOIN_KINDS)]
+    return [*kinds, *extra_kinds(config)]
+
+
+def extra_kinds(config: JobConfig) -> tuple[TopicKind, ...]:
+    """Return the kinds of topics that only a job with a join, or with a history, has."""
+    if config.source is not None and config.source.kind == "history":
+        return ("history",)
+    return () if config.data.join is None else JOIN_KINDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -325,7 +325,7 @@ def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
     """Return the job's existing topics, in the order of `TOPIC_KINDS`, with their watermarks."""
     admin = make_admin(config, services)
     counts = _partition_counts(admin, services)
-    names = [config.topic(kind) for kind in (*TOPIC_KINDS, *JOIN_KINDS) if config.topic(kind) in counts]
+    names = [config.topic(kind) for kind in (*TOPIC_KINDS, *JOIN_KINDS, "history") if config.topic(kind) in counts]
     partitions = [TopicPartition(name, number) for name in names for number in range(counts[name])]
     with translate_errors(services.kafka, "say where its partitions begin and end"):
         low = retry_while_leaderless(lambda: list_offsets(admin, partitions, OffsetSpec.earliest()))

@@ -68,6 +68,7 @@ class Updater(ABC):
     """
 
     clipped_by = 1.0
+    metric: str | None = None  # name of the metric that the learning rate depends on
     _factor: float = 1.0  # factor of each contribution in the sum
 
     def __init__(self, model: FlatModel, sum_in: torch.Tensor | None = None, ema: float | None = None) -> None:
@@ -153,6 +154,9 @@ class Updater(ABC):
             self._average[:n].lerp_(self._flat[:n], 1 - self._ema)
             self._average[n:] = self._flat[n:]
 
+    def measure(self, total: float, weight: float) -> None:  # noqa: B027
+        """Take `metric` of the samples of the next `apply`: its weighted sum, and the sum of their weights."""
+
     @abstractmethod
     def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
         """Compute the next weights from `_sum` into `target`, which becomes `_flat`. `absent`: see `apply`."""
@@ -224,6 +228,14 @@ class Optimizer(Updater):
             self._rates = Rates(config)
             self._groups = GroupValues(self._rates)
             self._schedule = Schedule(schedule, self._rates, self._groups)
+
+    @property
+    def metric(self) -> str | None:  # type: ignore[override]
+        return None if self._schedule is None else self._schedule.metric
+
+    def measure(self, total: float, weight: float) -> None:
+        if self._schedule is not None:
+            self._schedule.measure(total, weight)
 
     def go_to(self, version: int) -> None:
         """Set the learning rate of the update after `version`, if there is a schedule by version."""

@@ -101,16 +101,33 @@ class Schedule:
 
     def _begin(self) -> None:
         self._updates = 0
+        self._total = self._weight = 0.0  # of the metric since the last step of the scheduler
         self._is_over = False
         self._scheduler = make_scheduler(self._parts, self._optimizer)
+
+    @property
+    def metric(self) -> str | None:
+        """The name of the metric that the schedule depends on."""
+        return self._parts[0].metric
+
+    def measure(self, total: float, weight: float) -> None:
+        """Take the metric of the samples of the next update: its weighted sum, and the sum of their weights."""
+        self._total += total
+        self._weight += weight
 
     def step(self) -> None:
         """Advance the schedule after an update."""
         self._updates += 1
         if self._is_over:
             return
+        measured: tuple[float, ...] = ()
+        if self.metric is not None:
+            if self._updates % self._parts[0].every_updates or not self._weight:
+                return
+            measured = (self._total / self._weight,)
+            self._total = self._weight = 0.0
         try:
-            self._scheduler.step()
+            self._scheduler.step(*measured)  # type: ignore[arg-type]  # a plateau takes its metric
         except ValueError as exc:  # such as OneCycleLR after its last step
             self._is_over = True
             log.warning("schedule_over", updates=self._updates, reason=str(exc), action="the rates stay as they are")
@@ -129,17 +146,22 @@ class Schedule:
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values, without the values of the groups."""
-        return {"updates": self._updates, "is_over": self._is_over, "scheduler": self._scheduler.state_dict()}
+        state = {"updates": self._updates, "is_over": self._is_over, "scheduler": self._scheduler.state_dict()}
+        return state if self.metric is None else state | {"measured": [self._total, self._weight]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self._updates, self._is_over = state["updates"], state["is_over"]
+        self._total, self._weight = state.get("measured", (0.0, 0.0))
         self._scheduler.load_state_dict(like(self._scheduler.state_dict(), state["scheduler"]))
 
 
 def make_scheduler(parts: Sequence[SchedulePart], optimizer: torch.optim.Optimizer) -> LRScheduler:
     """Make one scheduler, or several that follow one another. Raises ConfigError (see `Schedule`)."""
     fields = [_FIELD] if len(parts) == 1 else [f"{_FIELD}.{number}" for number in range(len(parts))]
-    schedulers = [_made(field, part.cls, part.args, optimizer) for field, part in zip(fields, parts, strict=True)]
+    schedulers = [
+        _made(field, part.cls, part.args, optimizer, has_metric=part.metric is not None)
+        for field, part in zip(fields, parts, strict=True)
+    ]
     if len(schedulers) == 1:
         return schedulers[0]
     milestones, end = [], 0
@@ -148,13 +170,13 @@ def make_scheduler(parts: Sequence[SchedulePart], optimizer: torch.optim.Optimiz
     return make(_FIELD, SequentialLR, "SequentialLR", optimizer, {"schedulers": schedulers, "milestones": milestones})
 
 
-def _made(field: str, name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+def _made(
+    field: str, name: str, args: Mapping[str, Any], optimizer: torch.optim.Optimizer, *, has_metric: bool = False
+) -> LRScheduler:
     cls = find_class(field, name, LRScheduler)
-    if issubclass(cls, ReduceLROnPlateau):
-        raise ConfigError(
-            f"{field}.class: {name} needs a measured error at each of its steps: expected a schedule by updates, as "
-            "torch.optim.lr_scheduler.CosineAnnealingLR"
-        )
+    if issubclass(cls, ReduceLROnPlateau) != has_metric:
+        which = f"none for {name}, which counts updates" if has_metric else f"loss or a metric of the task for {name}"
+        raise ConfigError(f"{field}.metric: expected {which}")
     inner = {key: _inner(f"{field}.args.{key}", value, optimizer) for key, value in args.items()}
     return make(field, cls, name, optimizer, inner)
 

@@ -20,6 +20,9 @@ PREQUENTIAL_WINDOW: Final = "prequential_window_"
 ones."""
 DELIVERED_TOTAL: Final = "delivered_total"  # samples of the producer that Kafka has acknowledged
 RATE_PER_S: Final = "rate_per_s"  # samples per second that the producer sends
+HISTORY_ROWS: Final = "history_rows"  # rows of the table that the producer has sent
+HISTORY_TOTAL: Final = "history_total_rows"
+HISTORY_LEFT_S: Final = "history_left_s"
 JOINED_TOTALS: Final = ("samples_total", "corrections_total", "dropped_total", "refused_total")
 """The totals of a joiner: what it has decided since it joined its group."""
 OPEN_KEYS: Final = "open_keys"  # of the partitions of a joiner

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from doll.config import FeedSource, JobConfig
+from doll.config import FeedSource, HistorySource, JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import require_own_topic
@@ -79,6 +79,14 @@ def run_producer(
     ):
         if until_finished and has_finished(config, services, stopped.is_set):
             say("the job has finished: nothing is sent")
+            return 0
+        if isinstance(config.source, HistorySource):
+            from doll.producers.history import send_history
+
+            if send_history(config, services, sender, stopped, heartbeat, say):
+                _report_end(config, services, sender)
+            sender.send_metric({LEFT: 1.0}, time.time())
+            sender.drain(stopped.is_set, _DRAIN_S)
             return 0
         positions = find_positions(config, services)
         with _fed_by(config, positions, sender) as feed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from doll.amounts import aligned, clock
-from doll.config import JobConfig
+from doll.config import HistorySource, JobConfig
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import with_partitions
@@ -33,6 +33,7 @@ from doll.storage.stores import open_store
 
 if TYPE_CHECKING:
     from doll.join.audit import JoinReport
+    from doll.producers.history_audit import HistoryReport
 
 _SILENT = {
     "provisioner": "; its machines keep running and nothing enforces the budget: start it again (doll provision run), "
@@ -148,9 +149,14 @@ def audit_target(target: Target) -> LedgerReport:
     return audit(target.config, services, open_store(target.config, target.run.path))
 
 
-def join_audit_of(target: Target) -> JoinReport | None:
-    """Audit the join of the job; None: the job has no `data.join`. Raise ServiceUnavailableError if the broker does not
-    answer."""
+def inputs_audit_of(target: Target) -> JoinReport | HistoryReport | None:
+    """Audit the join of the job, or its history; None: it has neither. Raise ServiceUnavailableError if the broker does
+    not answer."""
+    if isinstance(target.config.source, HistorySource):
+        from doll.producers.history_audit import audit_history
+
+        target, services = reachable_kafka(target)
+        return audit_history(target.config, services)
     if target.config.data.join is None:
         return None
     from doll.join.audit import audit_join

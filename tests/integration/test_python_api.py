@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import doll
 import numpy as np
 import pytest
+from doll.errors import ConfigError
 from doll.monitor.state.folder_logs import EventLog
 from doll.services import Services
 
@@ -67,6 +69,18 @@ def test_pairs_of_a_generator_become_an_audited_model(tmp_path: Path, shared: st
     again = doll.open(run.folder)
     assert (again.samples, again.version) == (run.samples, run.version)
     _check_model(again, held_out)
+
+    # It goes on with more samples, in the same folder and with the same audit.
+    before = run.samples
+    more = doll.train(source=itertools.islice(_pairs(3), 320), resume=run, progress=False)
+    assert more.folder == run.folder
+    assert more.samples >= before + 320
+    assert more.audit()["applied"] == more.samples
+    _check_model(more, held_out)
+    with pytest.raises(ConfigError, match="resume: expected only source, stop and settings"):
+        doll.train(Blobs, _pairs(3), resume=run)
+    with pytest.raises(ConfigError, match="a run that has ended, and a source"):
+        doll.train(resume=run)
 
     # Another run begins with its weights: one more update leaves them as good as they are.
     warm = doll.train(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from doll.amounts import or_nan
-from doll.config import JobConfig, StdinSource
+from doll.config import HistorySource, JobConfig, StdinSource
 from doll.ledger import offset_ranges
 from doll.ledger.balance import Range, named
 from doll.ledger.offset_ranges import Span
@@ -350,7 +350,7 @@ class ProgressModel:
         """Whether the job file states the arrival rate of samples; otherwise the rate is measured."""
         source, process = self.config.source, self.config.arrivals.process
         stated = process in ("poisson", "deterministic")
-        return source is not None and not isinstance(source, StdinSource) and stated
+        return source is not None and not isinstance(source, StdinSource | HistorySource) and stated
 
     def arrival_rates_per_s(self) -> list[float]:
         """Return the arrival rate of each worker's streams, samples per second, as stated or as measured."""

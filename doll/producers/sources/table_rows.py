@@ -62,8 +62,8 @@ def records(rows: TableRows, first: int, step: int, repeat: bool, max_bytes: int
             own = range(place - begin - at, len(table), step)
             if not own:
                 continue
-            for index, value in zip(own, _values(_without_views(table).take(list(own))), strict=True):
-                if isinstance(value, _Unreadable):
+            for index, value in zip(own, values_of(without_views(table).take(list(own))), strict=True):
+                if isinstance(value, Unreadable):
                     row = at_in_file + index
                     reason = f"{file}, row {row}, column {value.column}: {value.reason}"
                     if logged < _MOST_LOGGED:
@@ -75,7 +75,7 @@ def records(rows: TableRows, first: int, step: int, repeat: bool, max_bytes: int
             place += step * len(own)
 
 
-def _without_views(table: Any) -> Any:
+def without_views(table: Any) -> Any:
     """Return the table with plain texts and bytes instead of views, because Arrow cannot convert views to rows."""
     for at, field in enumerate(table.schema):
         if "_view" in str(field.type):
@@ -84,12 +84,15 @@ def _without_views(table: Any) -> Any:
     return table
 
 
-class _Unreadable:
+class Unreadable:
+    """A row without a form in JSON."""
+
     def __init__(self, column: str, reason: str) -> None:
         self.column, self.reason = column, reason
 
 
-def _values(table: Any) -> Sequence[bytes | _Unreadable]:
+def values_of(table: Any) -> Sequence[bytes | Unreadable]:
+    """Return the rows as JSON objects, or why a row cannot be one."""
     names = table.column_names
     try:
         return [_encode(dict(zip(names, row, strict=True))) for row in zip(*map(_column, table.columns), strict=True)]
@@ -97,14 +100,14 @@ def _values(table: Any) -> Sequence[bytes | _Unreadable]:
         return [_value(table.slice(row, 1)) for row in range(len(table))]
 
 
-def _value(table: Any) -> bytes | _Unreadable:
+def _value(table: Any) -> bytes | Unreadable:
     cells = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         try:
             (cells[name],) = _column(column)
             _encode(cells[name])
         except Exception as exc:
-            return _Unreadable(name, short(f"{type(exc).__name__}: {exc}", _SHOWN_CHARS))
+            return Unreadable(name, short(f"{type(exc).__name__}: {exc}", _SHOWN_CHARS))
     return _encode(cells)
 
 

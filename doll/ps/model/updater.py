@@ -105,6 +105,8 @@ class ContributionBuffer:
         if self._tables is not None:
             for waiting in contributions:
                 self._tables.add(waiting.rows, waiting.number)
+        if self._updater.metric is not None:
+            self._updater.measure(*measured(update, self._updater.metric))
         # The weights come before the tables, because their update computes the factor by which both are clipped.
         self._updater.apply(
             [waiting.values for waiting in contributions], update.scale, weight, into, _absent(update),
@@ -145,6 +147,18 @@ class ContributionBuffer:
         if self._tables is not None:
             self._tables.add(waiting.rows, waiting.number)
         self._added.append(waiting.number)
+
+
+def measured(update: ApplyUpdate, metric: str) -> tuple[float, float]:
+    """Return the weighted sum of a metric, or `loss`, over the samples of an update, and the sum of their weights. Sets
+    without the metric do not count."""
+    total = weight = 0.0
+    for item in update.sets:
+        sums = [batch.loss_sum if metric == "loss" else batch.metric_sums.get(metric) for batch in item.push.batches]
+        if item.weight and None not in sums:
+            total += sum(filter(None, sums))
+            weight += item.weight
+    return total, weight
 
 
 def _absent(update: ApplyUpdate) -> int:

@@ -15,6 +15,7 @@ from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import kafka_problem
 from doll.ledger.admission import admit
 from doll.local.stack import has_kafka_data
+from doll.monitor.views.display import Display
 from doll.run.folder import RunFolder
 from doll.run.local.up import check_runnable, run_in
 from doll.run.target import open_target, refuse_shared_checkpoints
@@ -24,11 +25,13 @@ from doll.storage.stores import checkpoint_location, open_store
 _REACHABLE_S = 5.0
 
 
-def run_resume(folder: Path, overrides: list[str], *, page: bool = False) -> dict[str, Any]:
+def run_resume(
+    folder: Path, overrides: list[str], *, display: Display | None = None, page: bool = False
+) -> dict[str, Any]:
     """Resume the run in `folder`; return the report, as `run_up`.
 
     Args:
-        page: see `run_up`.
+        display, page: see `run_up`.
 
     Raises:
         ConfigError: there is no run, it is still running, or a setting was changed that must not change.
@@ -44,14 +47,16 @@ def run_resume(folder: Path, overrides: list[str], *, page: bool = False) -> dic
         check_same_ledger(run, config)
         config = on_same_broker(run, config)
         run.write_job(config)
-        return resume_in(run, config, page=page)
+        return resume_in(run, config, display=display, page=page)
 
 
-def resume_in(run: RunFolder, config: JobConfig, *, page: bool = False) -> dict[str, Any]:
+def resume_in(
+    run: RunFolder, config: JobConfig, *, display: Display | None = None, page: bool = False
+) -> dict[str, Any]:
     """Continue in a folder that this process has locked and whose job file and checkpoints fit; return the report."""
     if run.report.exists():
         run.report.replace(run.path / "report.previous.json")
-    return run_in(run, config, page=page)
+    return run_in(run, config, display=display, page=page)
 
 
 def check_same_ledger(run: RunFolder, config: JobConfig) -> None:

@@ -39,6 +39,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 REQUIRED: dict[str, Any] = {
     "images": "a", "labels": "a", "cls": "a.B", "path": "a", "socket": "a", "of": "a:b",
     "launch_template": "lt-0123456789", "launch_template_version": 1,
+    "table": "a", "topic": "a", "time": "at", "handover": {"partition": "p", "offset": "o"},
     "subnets": ["subnet-0123456789"], "instance_types": ["c7g.large"], "stages": 2, "pod_template": "a",
 }  # fmt: skip
 # Waits of the system, which are never longer than 24 days, are in seconds; these are only compared with other times.
@@ -47,6 +48,7 @@ COMPARED = (
     "data.join.window_s", "data.join.lateness_s", "data.join.late_window_s", "data.join.early_after_s",
     "data.join.max_ahead_s", "checkpoint.every_event_s", "freshness.event_to_learned_s", "freshness.event_to_durable_s",
     "freshness.event_to_served_s", "freshness.max_ahead_s",
+    "source.handover.overlap_s",
 )  # fmt: skip
 JOIN: dict[str, Any] = {
     "features": {"topic": "f"}, "labels": [{"topic": "l", "name": "y"}], "window_s": 1e9, "on_late": "correct",
@@ -71,8 +73,11 @@ class Key(NamedTuple):
                 inner = {**JOIN, **{name: value for name, value in inner.items() if value != REQUIRED["labels"]}}
             if name == "labels":
                 inner = [inner]
+            if name == "source" and self.path[1] == "handover":
+                history = {key: REQUIRED[key] for key in ("table", "topic", "time")}
+                inner = {"kind": "history", **history, "handover": {"key": "k", **inner["handover"]}}
             if name == "schedule":
-                inner = [inner, {"class": "a.B"}]
+                inner = [{"updates": 1, **inner}, {"class": "a.B"}]
             inner = {name: {**inner, "stages": 2} if name == "pipeline" else inner}
         job = {"job": "limits", "task": {"class": "m:C"}, **inner}
         if self.path[:2] == ("worker", "pipeline"):

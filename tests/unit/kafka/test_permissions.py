@@ -41,6 +41,21 @@ def test_a_joiner_reads_the_joined_topics_and_writes_samples_in_transactions() -
     assert "Describe on topic doll.j.joins" in map(str, needed(job(text=JOIN), "worker"))
 
 
+HISTORY = """
+source: {kind: history, table: t, topic: clicks, time: at, handover: {partition: p, offset: o}}
+"""
+
+
+def test_the_producer_of_a_history_reads_its_topic_and_writes_in_transactions() -> None:
+    more = set(map(str, needed(job(text=HISTORY), "producer"))) - set(map(str, needed(job(), "producer")))
+    assert more == {
+        "Read on topic doll.j.history", "Write on topic doll.j.history", "Delete on topic doll.j.history",
+        "Read on topic clicks", "DescribeConfigs on topic clicks",
+        "Describe on transactional-id doll.j.history", "Write on transactional-id doll.j.history",
+    }  # fmt: skip
+    assert "Describe on topic doll.j.history" in map(str, needed(job(text=HISTORY), "worker"))
+
+
 def test_only_the_producer_writes_samples_and_only_the_server_commands_and_updates() -> None:
     writers = {
         kind: [role for role in ROLES if Permission("topic", f"doll.j.{kind}", "Write") in needed(job(), role)]

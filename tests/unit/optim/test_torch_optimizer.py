@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from doll.errors import CheckpointError, ConfigError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import AVERAGE, DivergedError, Optimizer
 from doll.optim.recipe import check_recipe, make_optimizer
+from doll.ps.model.updater import measured
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
 from doll.tables.embedding_tables import EmbeddingTables
 from torch.optim import lr_scheduler as schedulers
@@ -275,6 +277,59 @@ class KeepsObjects(torch.optim.SGD):
         self.state[self.param_groups[0]["params"][0]]["thing"] = object()
 
 
+PLATEAU = {
+    "class": "torch.optim.lr_scheduler.ReduceLROnPlateau", "args": {"factor": 0.5, "patience": 1},
+    "metric": "loss", "every_updates": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", [{"name": "sgd", "lr": 0.01}, named("SGD", lr=0.01)])
+def test_a_plateau_of_the_measured_loss_lowers_the_rate_as_torch_does_also_through_restarts(
+    optimizer: dict[str, Any],
+) -> None:
+    config = training(optimizer, schedule=PLATEAU)
+    check_recipe(config, model())
+    ours = make_optimizer(config, model())
+    assert ours.metric == "loss"
+    losses = [3.0, 2.0, 1.0, *[1.5] * 30]
+    theirs = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, factor=0.5, patience=1)
+    for step, loss in enumerate(losses, 1):
+        before = ours.weights.copy()
+        gradient = np.ones(len(before), np.float32)
+        ours.measure(loss * SAMPLES, SAMPLES)
+        ours.apply([gradient], 1.0, SAMPLES)
+        change = (before - ours.weights)[: ours.num_parameters]
+        np.testing.assert_allclose(change, theirs.param_groups[0]["lr"], rtol=1e-3)
+        theirs.step()
+        if step % 3 == 0:
+            scheduler.step(float(np.mean(losses[step - 3 : step])))
+        ours = restarted(ours, config)
+    assert theirs.param_groups[0]["lr"] < 0.005
+
+
+def test_without_a_measurement_a_plateau_changes_nothing_and_a_set_without_the_metric_does_not_count() -> None:
+    ours = make_optimizer(
+        training({"name": "sgd", "lr": 0.01}, schedule={**PLATEAU, "metric": "auc", "every_updates": 1}), model()
+    )
+    for _ in range(5):
+        before = ours.weights.copy()
+        ours.measure(0.0, 0.0)
+        ours.apply([np.ones(len(before), np.float32)], 1.0, SAMPLES)
+        np.testing.assert_allclose((before - ours.weights)[: ours.num_parameters], 0.01, rtol=1e-3)
+    batch = namedtuple("batch", "loss_sum metric_sums")
+    push = namedtuple("push", "batches")
+    item = namedtuple("item", "push weight")
+    update: Any = namedtuple("Update", "sets")(
+        [
+            item(push([batch(2.0, {"auc": 1.0}), batch(4.0, {"auc": 0.5})]), 3.0),
+            item(push([batch(1.0, {})]), 2.0),
+        ]
+    )  # fmt: skip
+    assert measured(update, "loss") == (7.0, 5.0)
+    assert measured(update, "auc") == (1.5, 3.0)
+
+
 def test_state_of_any_type_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     config = training({"class": f"{__name__}.Bf16Momentum"})
     check_recipe(config, model())
@@ -308,7 +363,8 @@ REFUSED_OPTIMIZERS: list[tuple[dict[str, Any], str]] = [
 REFUSED_SCHEDULES: list[tuple[Any, str]] = [
     (scheduled("StepLr"), r"class: .*has no class 'StepLr' \(did you mean 'StepLR'"),
     (scheduled("StepLR"), r"args: .*StepLR does not take \{\}.*expected step_size"),
-    (scheduled("ReduceLROnPlateau"), r"class: .*needs a measured error"),
+    (scheduled("ReduceLROnPlateau"), r"metric: expected loss or a metric of the task"),
+    ({**scheduled("CosineAnnealingLR", T_max=3), "metric": "loss"}, r"metric: expected none for .*counts updates"),
     ([{**WARM_UP[0], "args": {"start": 1}}, WARM_UP[1]], r"0\.args: .*LinearLR does not take"),
     (scheduled("OneCycleLR", max_lr=1, total_steps=9), r"args: .*cycle_momentum"),
 ]

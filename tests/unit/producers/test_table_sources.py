@@ -93,8 +93,8 @@ def test_no_more_than_a_block_is_read_ahead(rows: str, tmp_path: Path, monkeypat
     from doll.producers.sources import table_rows
 
     taken: list[int] = []
-    values = table_rows._values
-    monkeypatch.setattr(table_rows, "_values", lambda table: taken.append(len(table)) or values(table))
+    values = table_rows.values_of
+    monkeypatch.setattr(table_rows, "values_of", lambda table: taken.append(len(table)) or values(table))
     (stream,) = opened(tmp_path, f"{{{rows}}}", positions=[3500])
     assert numbers(stream, 1) == [3500]
     assert sum(taken) <= table_rows.BLOCK_ROWS
