@@ -288,14 +288,14 @@ class GroupStream:
             self._failed = exc
 
     def _translated(self, what: str) -> Any:
-        return _Translated(self._services.kafka, what)
+        return Translated(self._services.kafka, what)
 
 
 def _report(on_offset: Callable[[int], None]) -> Callable[[Any, Any], None]:
     return lambda error, message: on_offset(message.offset()) if error is None else None
 
 
-class _Translated:
+class Translated:
     """A context that raises FencedError or ServiceUnavailableError instead of KafkaException."""
 
     def __init__(self, address: str, what: str) -> None:

@@ -12,7 +12,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from doll.errors import DataLossError, ServiceUnavailableError
 from doll.kafka.clients import error_of, make_consumer, make_producer
-from doll.kafka.group_stream import AbandonedError, _Translated
+from doll.kafka.group_stream import AbandonedError, Translated
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
 from doll.services import Services
 
@@ -31,7 +31,7 @@ class TransactionalWriter:
     """
 
     def __init__(self, config: JobConfig, services: Services, name: str) -> None:
-        self._translated = _Translated(services.kafka, "accept a transaction")
+        self._translated = Translated(services.kafka, "accept a transaction")
         self._is_open = False
         self._producer = make_producer(
             config, services, transactional_id=name, transaction_timeout_ms=_TRANSACTION_MS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import TrainingConfig
+from doll.metrics.states import combined, from_bytes
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Contribution, OuterOptimizer, StepAdder, Updater
 from doll.optim.recipe import decay, make_optimizer
@@ -151,14 +153,22 @@ class ContributionBuffer:
 
 def measured(update: ApplyUpdate, metric: str) -> tuple[float, float]:
     """Return the weighted sum of a metric, or `loss`, over the samples of an update, and the sum of their weights. Sets
-    without the metric do not count."""
-    total = weight = 0.0
+    without the metric do not count. A metric that is a state counts with its value over all sets."""
+    parts: list[tuple[dict[str, float | bytes], float]] = []
+    weight = 0.0
     for item in update.sets:
         sums = [batch.loss_sum if metric == "loss" else batch.metric_sums.get(metric) for batch in item.push.batches]
         if item.weight and None not in sums:
-            total += sum(filter(None, sums))
+            parts += [({metric: value}, 0.0) for value in sums if value is not None]
             weight += item.weight
-    return total, weight
+    values, _ = combined([*parts, ({}, weight)])
+    value = values.get(metric)
+    if isinstance(value, bytes):
+        try:
+            value = from_bytes(value).compute()
+        except Exception:  # a damaged state, or the code of a user's class
+            value = None
+    return (0.0, 0.0) if value is None or not math.isfinite(value) else (value * weight, weight)
 
 
 def _absent(update: ApplyUpdate) -> int:
