@@ -50,7 +50,7 @@ def test_two_keys_make_a_job() -> None:
         ("training.optimizer.lr=.inf", "training.optimizer.lr: .* finite number, got inf"),
         ("training.optimizer.momentum=1", "training.optimizer.momentum: .* less than 1, got 1"),
         ("training.reduction=avg", "training.reduction: input should be 'mean' or 'sum', got 'avg'"),
-        ("source.kind=kafka", "source.kind: expected one of csv, jsonl, .*, python, text, got 'kafka'"),
+        ("source.kind=kafka", "source.kind: expected one of csv, jsonl, .*, python, text, history, got 'kafka'"),
         ("source.path=x", "source.kind: expected one of .*, got None"),
         ("data.samples_per_record=7", "data: samples_per_record must divide batch_size, got 7 and 64"),
         ("data.start=middle", r"data.start: expected earliest, latest, \{timestamp: ...\} or .*, got 'middle'"),

@@ -92,5 +92,5 @@ def test_a_new_source_is_one_section_and_one_opener(monkeypatch: pytest.MonkeyPa
     assert source_name(counter.source) != ""
 
 
-def test_every_source_but_the_pipe_has_an_opener() -> None:
-    assert set(sources.OPENERS) == set(source_sections.classes.values()) - {StdinSource, FeedSource}
+def test_every_source_but_the_pipe_and_the_history_has_an_opener() -> None:
+    assert set(sources.OPENERS) == set(source_sections.classes.values()) - {StdinSource, FeedSource, HistorySource}
