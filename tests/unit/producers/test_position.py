@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 from doll.config import FeedSource, JobConfig, StdinSource
-from doll.config.source import SourceSection
+from doll.config.source import HistorySource, SourceSection
 from doll.config.source import sources as source_sections
 from doll.config.variants import Variants
 from doll.producers import sources
