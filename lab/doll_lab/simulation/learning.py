@@ -160,7 +160,6 @@ class LearningWorld(World[LearningProcess]):
         points: held-out errors after every `evaluate_every` samples, and at the end.
         push_bytes: bytes of all pushes.
         row_bytes: bytes of rows that workers have read.
-        metric_sums: of all learned samples, the sums of the metrics that the workers measured before learning.
     """
 
     def __init__(
@@ -204,7 +203,6 @@ class LearningWorld(World[LearningProcess]):
         self._host = ModelHost(config, 1, parts.updater, self.blobs, parts.tables)
         self.points: list[Point] = []
         self.push_bytes = self.row_bytes = 0
-        self.metric_sums: dict[str, float] = {}
         self.start_server()
         self.measures = PolicyMeasures(self.engine, weights_bytes=4 * self._host.num_values)
         for worker in range(workers):
@@ -321,11 +319,6 @@ class LearningWorld(World[LearningProcess]):
                 self._host.apply(action)
                 self._host.tidy(self.engine.named_versions)
                 self.measures.applied(action)
-                for item in action.sets:
-                    for batch in item.push.batches:
-                        for name, total in batch.metric_sums.items():
-                            if not isinstance(total, bytes):  # the state of a metric
-                                self.metric_sums[name] = self.metric_sums.get(name, 0.0) + total
                 before = self.points[-1].samples if self.points else 0
                 if self._evaluate_every and action.samples_total - before >= self._evaluate_every:
                     self._evaluate()
