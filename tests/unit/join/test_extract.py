@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from doll.config.join import JoinConfig
 from doll.join.extract import Bad, Extracted, Extractor
+from hypothesis import given
+from hypothesis import strategies as st
 
 WRITTEN = (1, 5)  # Kafka's timestamp
 
@@ -92,3 +94,59 @@ def test_a_time_may_be_in_a_header() -> None:
     for headers in ([], [("at", None)], [("at", b"soon")]):
         with pytest.raises(Bad, match="header at"):
             read(b'{"id": "a"}', None, WRITTEN, headers)
+
+
+PIECES = [
+    b'{"id": "a", "at": 1000}',
+    b'{"id":"b","at":2000.5,"x":[{},{}]}',
+    b'{"id":7,"at":1,"click":1}',
+    b'{"id":"c","at":3,"click":null}',
+    b' {"id":"d","at":4}',
+    b'{"id":"e","at":5 }',
+    b'{"id":"","at":6}',
+    b'{"id":"f"}',
+    b'{"id":"g","at":-1}',
+    b"{}",
+    b"",
+    None,
+    b'{"id":"h","at":7}{"id":"i","at":8}',
+    b'{"id":"j","at":9}\n{"id":"k","at":10}',
+    b'{"id":"l","at":1,"k":[{}',
+    b'{}],"id":"m","at":2}',
+    b'{"id":"n","at":1,"k":"',
+    b'"}',
+    b'{"id":"o","at":1e999}',
+    b'{"id":"p","at":1,"gone":true}',
+    b'{"id":"q","at":1,"gone":0}',
+    b'{"id":"\\u00e9","at":1}',
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=5), st.integers(0, 5))
+def test_records_that_are_read_at_once_are_read_as_one_by_one(values: list[bytes | None], kind: int) -> None:
+    """Also if a value is a part of JSON that the next value would complete."""
+    fields = {"key": "id", "time": "at"}
+    reader = [
+        extractor(features=fields), extractor(features={"key": {}, "time": "at"}),
+        extractor(features={"key": "id", "time": {}}), extractor(1, label=fields),
+        extractor(1, label=fields | {"value": "click"}), extractor(1, label=fields | {"retract": "gone"}),
+    ][kind]  # fmt: skip
+    keys: list[bytes | None] = [b"key%d" % at for at in range(len(values))]
+    at_once = reader.read_all(values, keys, [WRITTEN] * len(values))
+    try:
+        each = [reader.read(value, key, WRITTEN, ()) for value, key in zip(values, keys, strict=True)]
+    except Bad:
+        assert at_once is None
+    else:
+        if at_once is not None:
+            assert list(zip(*at_once, strict=True)) == [tuple(item) for item in each]
+
+
+def test_usual_records_are_read_at_once() -> None:
+    values: list[bytes | None] = [b'{"id": "a", "at": 1000}', b'{"id": "b", "at": 2000, "x": {"y": 1}}']
+    parts = extractor(features={"key": "id", "time": "at"}).read_all(values, [None, None], [WRITTEN] * 2)
+    assert parts == (
+        [b"a", b"b"],
+        [1000, 2000],
+        [b'{"id": "a", "at": 1000,', b'{"id": "b", "at": 2000, "x": {"y": 1},'],
+    )
