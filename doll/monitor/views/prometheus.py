@@ -224,7 +224,8 @@ class JobMetrics(Collector):
                 families[name] = make(name, "see docs/operations.md", labels=list(labels))
             if names[name] == tuple(labels):  # skip a name that two sources use with different labels
                 families[name].add_metric(list(labels.values()), value)
-        return [*families.values(), self._histogram()]
+        histogram = self._histogram()
+        return [*families.values(), histogram] if histogram.samples else list(families.values())
 
     def _measured(self, record: Metric) -> None:
         if len(record.source) > _MAX_NAME_CHARS or any(len(name) > _MAX_NAME_CHARS for name in record.values):
