@@ -17,7 +17,7 @@ from typing import Final
 
 from doll.config import JobConfig
 from doll.config.join import JoinConfig
-from doll.errors import ConfigError, DataLossError, RecordError
+from doll.errors import ConfigError, DataLossError, RecordError, ServiceUnavailableError
 from doll.join.entries import Entries
 from doll.join.extract import Headers
 from doll.join.matcher import Decisions, Matcher
@@ -196,9 +196,7 @@ class _Session:
             if now_s >= trim_s:
                 trim_s = now_s + _TRIM_S
                 self._trim()
-                self._refuse_replaced(
-                    {topic.name: topic.topic_id for topic in joined_topics(self._config, self._services)}
-                )
+                self._check_topics()
 
     # --- partitions ---------------------------------------------------------------------------------------------------
 
@@ -246,6 +244,12 @@ class _Session:
                 f"Kafka has no committed offset for the partitions {lost} of {self._log}, which were joined before "
                 "(offsets.retention.minutes has passed without a joiner, or the group was deleted); " + _BEGIN_AGAIN
             )
+
+    def _check_topics(self) -> None:
+        """Raise DataLossError if a joined topic was deleted and made again; if Kafka does not answer, look later."""
+        with contextlib.suppress(ServiceUnavailableError):
+            topics_now = joined_topics(self._config, self._services)
+            self._refuse_replaced({topic.name: topic.topic_id for topic in topics_now})
 
     def _refuse_replaced(self, ids: Mapping[str, str]) -> None:
         """Raise DataLossError if a joined topic was deleted and made again. `ids`: Kafka's ids, by topic."""
