@@ -138,6 +138,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the modules without a test of the named worlds."""
+    asked = config.getoption("worlds")
+    if asked in ("all", "none") or not collection_path.name.startswith("test_"):
+        return None
+    path = collection_path.relative_to(ROOT).as_posix()
+    named = (world for world in worlds().values() if world.name in asked.split(","))
+    entries = {re.split(r"::|\[", test)[0] for world in named for test in world.tests}
+    return None if any(path == entry or path.startswith(f"{entry}/") for entry in entries) else True
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     asked = config.getoption("worlds")
     if asked == "all":

@@ -132,14 +132,15 @@ def test_a_far_store_is_cleared_while_the_server_goes_on(rig: Rig, monkeypatch: 
         rig.update()  # no update waits for it
     go.set()
 
-    def kept() -> list[str]:
+    def is_cleared() -> bool:
         rig.server.run_periodic()
-        return [key for key in rig.blobs.keys() if ":w:1:" in key or ":g:" in key]  # noqa: SIM118 - not a dict
+        pointer = rig.blobs.get(latest_key("unit"))
+        newest = -1 if pointer is None else decode_latest(pointer).version
+        kept = [key for key in rig.blobs.keys() if ":w:1:" in key or ":g:" in key]  # noqa: SIM118 - not a dict
+        # No grant asks for version 6: it is published after its checkpoint, which another thread stores meanwhile.
+        return newest >= 5 and kept == [f"doll:{{unit}}:w:1:{version}" for version in range(newest - 3, newest + 1)]
 
-    rig.turn_until(lambda: kept() == [f"doll:{{unit}}:w:1:{version}" for version in (2, 3, 4, 5)])
-    pointer = rig.blobs.get(latest_key("unit"))
-    assert pointer is not None
-    assert decode_latest(pointer).version == 5
+    rig.turn_until(is_cleared)
 
 
 def test_grants_of_the_new_version_go_out_first(rig: Rig) -> None:
