@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource, ResourceType
 
+from doll.config import JobConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import (
     ADMIN_S,
@@ -31,9 +32,6 @@ from doll.kafka.permissions import Permission, allow_command
 from doll.kafka.topic_plan import batch_limit_bytes
 from doll.services import Services
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = get_logger(__name__)
 

@@ -11,12 +11,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
+from doll.config import JobConfig
 from doll.errors import DataLossError, FencedError, ServiceUnavailableError
 from doll.kafka.clients import (
     ADMIN_S,
@@ -29,9 +30,6 @@ from doll.kafka.clients import (
 )
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
 from doll.services import Services
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 _SESSION_MS: Final = 10_000
 _TRANSACTION_MS: Final = 15_000

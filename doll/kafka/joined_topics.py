@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from confluent_kafka import KafkaException
 from confluent_kafka.admin import AclOperation
 
+from doll.config import JobConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import error_of, is_denial, make_admin, retry_while_leaderless, translate_errors
 from doll.kafka.foreign_topic import MISSING, describe_topic, known_id, settings_of
 from doll.services import Services
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,16 @@ The copier writes its position itself, in the transaction. So it needs no group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
+from doll.config import JobConfig
 from doll.errors import DataLossError, ServiceUnavailableError
 from doll.kafka.clients import error_of, make_consumer, make_producer
 from doll.kafka.group_stream import AbandonedError, Translated
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
 from doll.services import Services
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 _CALL_S: Final = 60.0
 _TRANSACTION_MS: Final = 60_000

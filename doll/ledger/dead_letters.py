@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from msgspec import MsgspecError, json, structs
 
+from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import require_own_topic
@@ -28,11 +29,8 @@ from doll.ledger.balance import OffsetState
 from doll.process.files import write_atomically
 from doll.records.bounded import short
 from doll.records.control import DeadLetter, DeadLetterCode, encode
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.services import Services
-    from doll.storage.checkpoints import CheckpointStore
+from doll.services import Services
+from doll.storage.checkpoints import CheckpointStore
 
 MAX_SAVED: Final = 1_000
 SAVED_PAYLOAD_BYTES: Final = 1_024

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from doll.config import HistorySource
+from doll.config import HistorySource, JobConfig
 from doll.errors import ConfigError
 from doll.kafka.range_reader import RangeReader
 from doll.producers.handover import ORIGIN
 from doll.producers.history import read_snapshot, read_state
 from doll.services import Services
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 
 @dataclass(slots=True)

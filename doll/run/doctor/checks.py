@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from doll.amounts import aligned
+from doll.config import JobConfig
+from doll.config.join import JoinConfig
+from doll.kafka.facts import KafkaFacts, StreamFacts
 from doll.kafka.permissions import Permission, Role, allow_command, lacking, needed
 from doll.kafka.topic_plan import (
     RECORD_LIMIT_BYTES,
@@ -20,12 +23,7 @@ from doll.kafka.topic_plan import (
 )
 from doll.records.check import Check, Result
 from doll.records.record_sizes import COMPRESSED, status_bytes, update_bytes
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.config.join import JoinConfig
-    from doll.kafka.facts import KafkaFacts, StreamFacts
-    from doll.storage.redis_facts import RedisFacts
+from doll.storage.redis_facts import RedisFacts
 
 _SLOW_S: Final = 0.05
 _MAX_SKEW_S: Final = 2.0
