@@ -41,10 +41,9 @@ from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.limit import LimitWatch
-from doll.ps.engine.measures import PolicyMeasures
+from doll.ps.engine.measures import FreshnessMeter, PolicyMeasures
 from doll.ps.engine.stopping import StallDetector
 from doll.ps.event_log import FileEventLog
-from doll.ps.freshness import FreshnessMeter
 from doll.ps.model.model_host import ModelHost
 from doll.records.control import (
     AnyRecord,
