@@ -23,11 +23,10 @@ from doll.config import HistorySource, JobConfig
 from doll.errors import ConfigError, DataLossError
 from doll.extras import lacking
 from doll.kafka import topics
-from doll.kafka.group_stream import AbandonedError
+from doll.kafka.group_stream import AbandonedError, Output, TopicFeed, TransactionalWriter
 from doll.kafka.joined_topics import check_topic
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.samples_topic import SampleLog, at_time
-from doll.kafka.topic_copy import TopicFeed, TransactionalWriter
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat
 from doll.producers import handover
@@ -132,7 +131,7 @@ class _Sending:
         self._committed_s = self._reported_s = self._trimmed_s = time.monotonic()
         self._reported, self._said = self._sent, -1
         if known is None:
-            self._writer.write(self._own, SNAPSHOT, handover.encode(self._snapshot))
+            self._writer.write([Output(self._own, SNAPSHOT, handover.encode(self._snapshot))])
             self._commit()
 
     def run(self) -> bool:
@@ -209,8 +208,10 @@ class _Sending:
                 return
             block = rows.slice(at, min(_ROWS, self._limit - self._sent))
             row = base + at
-            for number, value in enumerate(table.values(block, self._most_bytes), row):
-                self._writer.write(self._samples, number % self._streams, value, None, ((ORIGIN, b"%d" % number),))
+            self._writer.write(
+                Output(self._samples, number % self._streams, value, headers=[(ORIGIN, b"%d" % number)])
+                for number, value in enumerate(table.values(block, self._most_bytes), row)
+            )
             self._state = msgspec.structs.replace(self._state, rows=row + len(block))
             self._tick(_COMMIT_S)
 
@@ -230,14 +231,15 @@ class _Sending:
             while self._goes_on():
                 state = self._state
                 forwarded, in_history, refused = state.forwarded, state.in_history, state.refused
+                outputs: list[Output] = []
                 for message in feed.poll(min(_MOST_MESSAGES, self._limit - self._sent), _TOPIC_COMMIT_S / 2):
                     partition, offset, value = message.partition(), message.offset(), message.value()
                     offsets[partition] = offset + 1
                     if overlap is not None and overlap.is_open(partition, 1000 * message.timestamp()[1]):
                         known = self._identity(value, since_us)
                         if isinstance(known, str):
-                            refusal = Refused(partition, offset, known)
-                            self._writer.write(self._own, SNAPSHOT, handover.encode(refusal))
+                            refusal = handover.encode(Refused(partition, offset, known))
+                            outputs.append(Output(self._own, SNAPSHOT, refusal))
                             refused += 1
                             continue
                         if overlap.takes(known):
@@ -247,7 +249,8 @@ class _Sending:
                     cut = value[: self._most_bytes] if value else value
                     origin = ORIGIN, b"%d %d" % (partition, offset)
                     stream = stream_of(partition, offset, partitions, streams)
-                    self._writer.write(samples, stream, cut, message.key(), (origin,))
+                    outputs.append(Output(samples, stream, cut, message.key(), headers=[origin]))
+                self._writer.write(outputs)
                 over = state.over if overlap is None else tuple(at for at in sorted(overlap.over) if at < partitions)
                 self._state = State(
                     state.rows, state.piece, state.base, tuple(offsets), forwarded, in_history, refused, over
@@ -304,7 +307,7 @@ class _Sending:
         return not self._stopped.is_set() and self._sent < self._limit
 
     def _commit(self) -> None:
-        self._writer.write(self._own, STATES, handover.encode(self._state), on_offset=self._note)
+        self._writer.write([Output(self._own, STATES, handover.encode(self._state), on_offset=self._note)])
         self._writer.commit()
         self._kept, self._committed_s = self._state, time.monotonic()
 
