@@ -307,12 +307,10 @@ class _Sending:
         return not self._stopped.is_set() and self._sent < self._limit
 
     def _commit(self) -> None:
-        self._writer.write([Output(self._own, STATES, handover.encode(self._state), on_offset=self._note)])
+        note = functools.partial(setattr, self, "_kept_at")
+        self._writer.write([Output(self._own, STATES, handover.encode(self._state), on_offset=note)])
         self._writer.commit()
         self._kept, self._committed_s = self._state, time.monotonic()
-
-    def _note(self, offset: int) -> None:
-        self._kept_at = offset
 
     def _tick(self, every_s: float) -> None:
         """Commit, report and trim what is due."""

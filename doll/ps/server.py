@@ -24,7 +24,7 @@ import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias, TypeVar, assert_never
 
 import msgspec
@@ -487,14 +487,8 @@ class Signals:
     partitions = 0  # of the samples topic, at the last check
 
     def __init__(self) -> None:
-        on_signal(signal.SIGINT, self._on_sigint)
-        on_signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigint(self) -> None:
-        self.end_job = True
-
-    def _on_sigterm(self) -> None:
-        self.leave = True
+        on_signal(signal.SIGINT, functools.partial(setattr, self, "end_job", True))
+        on_signal(signal.SIGTERM, functools.partial(setattr, self, "leave", True))
 
     def stop_for_the_topic(self) -> None:
         """Request the end of this process, because the samples topic has changed. Another thread calls this method."""
@@ -619,7 +613,7 @@ def _update_record(
         version=update.version,
         members=tuple(_member(item, batch) for item in update.sets for batch in item.batches),
         n_samples=num_samples,
-        loss=_mean((batch.loss_sum for batch in batches), weight),
+        loss=float(sum(batch.loss_sum for batch in batches)) / weight if weight else 0.0,
         metrics=metrics,
         samples_total=update.samples_total,
         batches_total=update.batches_total,
@@ -644,7 +638,3 @@ def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
         batches=batch.count, cut=batch.cut, loss_sum=pushed.loss_sum, weight=pushed.weight,
         shared_loss=pushed.shared_loss, times=pushed.times,
     )  # fmt: skip
-
-
-def _mean(sums: Iterable[float], weight: float) -> float:
-    return float(sum(sums)) / weight if weight else 0.0

@@ -328,8 +328,9 @@ class SampleIntake:
         return ""
 
     async def _problem(self, stream: PartitionStream, unread: int) -> str:
-        now, number, end = time.monotonic(), stream.served.number, stream.log_end
-        if not unread or self._wants_no_records(number):
+        now, number, end, core = time.monotonic(), stream.served.number, stream.log_end, self._core
+        wants_none = not core.has_room or core.draining or number in self._decoded or bool(self._decoder.waiting_for)
+        if not unread or wants_none:
             stream.progress_at_s = now
         if problem := stall_problem(stream.progress_at_s, self._config.worker.stall_timeout_s):
             with contextlib.suppress(ServiceUnavailableError):
@@ -337,10 +338,6 @@ class SampleIntake:
                 if not await asyncio.get_running_loop().run_in_executor(None, self._channel.holds_record, *place):
                     stream.empty_until, stream.progress_at_s, problem = end, now, ""  # only transaction markers
         return problem if self.streams.get(number) is stream else ""
-
-    def _wants_no_records(self, number: int) -> bool:
-        core = self._core
-        return not core.has_room or core.draining or number in self._decoded or bool(self._decoder.waiting_for)
 
 
 def stall_problem(progress_at_s: float, timeout_s: float) -> str:
