@@ -34,7 +34,6 @@ class TaskReport:
         samples: number of samples that were decoded from the records.
         parameters: number of trained parameters (scalars) of the model.
         first_loss, last_loss: mean loss over all samples before the first step and after the last step.
-        reasons: reason for each refused record.
     """
 
     samples: int

@@ -134,7 +134,6 @@ class _Reading:
     """The state of one partition: the position of the thread, and the committed offsets.
 
     Attributes:
-        position: the next offset.
         unreadable: the reasons why the library cannot read records, by offset, from `position` on.
         number: `ReadFrom.reading`.
         durable: offset below which everything is durable; guarded by the reader's condition.

@@ -46,7 +46,6 @@ class PartitionStream:
     """The stream of one partition that a worker serves. Only its `SampleIntake` changes it.
 
     Attributes:
-        served: the partition's state in the core.
         reading: number that the reader's deliveries for this stream have. Earlier streams have other numbers.
         log_end: one above the last offset, when Kafka was last asked.
         progress_at_s: time at which a record was last read or decoded, or could not or need not arrive.

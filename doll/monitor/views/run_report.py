@@ -28,8 +28,6 @@ class RunOutcome:
         error: the error; None if the job ended normally.
         seconds: seconds of this session from the start of the first role to the end of learning.
         started_at_s: Unix time when this session began; earlier updates belong to earlier sessions of the run.
-        restarts: number of restarts of each role.
-        extra: further fields of the report.
     """
 
     reason: str

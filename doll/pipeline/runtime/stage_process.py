@@ -85,9 +85,7 @@ class StageProcess:
         """
         Args:
             make_stage: function that creates the stage, called in this process.
-            links: links of the stage.
             shared: vectors that are shared with the other processes.
-            number: number of the stage, from 0.
             fingerprint: fingerprint of the model and settings that this process runs.
             slowdown: factor by which each task is slowed down.
         """

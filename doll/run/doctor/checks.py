@@ -34,11 +34,7 @@ _COUNTED: tuple[Result, ...] = ("failed", "warning", "unknown")
 
 
 def check_certificate(name: str, left_s: float) -> Check:
-    """Check that a certificate is valid.
-
-    Args:
-        left_s: seconds until it expires.
-    """
+    """Check that a certificate is valid."""
     if left_s <= 0:
         return Check(name, "failed", f"expired {-left_s / _DAY_S:.1f} days ago", "renew it")
     detail = f"expires in {left_s / _DAY_S:.1f} days"
@@ -76,7 +72,6 @@ def check_kafka(
     """Yield all checks of Kafka, except those of its addresses.
 
     Args:
-        principal: principal of this process, for ACLs.
         now_s: time of this machine's clock, Unix seconds.
     """
     log_in = f"Kafka: log in as {principal}"
