@@ -20,6 +20,7 @@ from doll.monitor.state.market_history import MarketHistory
 from doll.monitor.state.progress import JobSnapshot, ProgressModel
 from doll.monitor.state.served_model import ServedModel
 from doll.process.metric_names import PROVISIONER
+from doll.provisioner.decision import by_text
 from doll.provisioner.planning.planner import slot_ranges
 from doll.records.control import (
     AnyRecord,
@@ -162,10 +163,7 @@ class Decisions:
             measured: values of the provisioner's last `Metric`, which contains the other numbers.
         """
         fields = msgspec.to_builtins(record)
-        slots: dict[str, list[int]] = {}
-        for slot, reason in enumerate(record.reason_of):
-            slots.setdefault(record.reasons[reason], []).append(slot)
-        reasons = {reason: slot_ranges(which) for reason, which in slots.items()}
+        reasons = by_text({slot: record.reasons[reason] for slot, reason in enumerate(record.reason_of)})
         self.add({**measured, **fields, "elapsed_s": record.time_s - record.started_s, "reasons": reasons})
 
 
