@@ -198,7 +198,6 @@ def health(
         text, good = f"no answer from {HOST}:{given} ({error})", False
     finally:
         connection.close()
-    (sys.stdout if good else sys.stderr).write(
-        printable(text, keep="\n").rstrip("\n") + "\n"
-    )  # any process may answer at the port
+    shown = printable(text, keep="\n").rstrip("\n")  # any process of this machine may answer at the port
+    (sys.stdout if good else sys.stderr).write(f"{shown}\n")
     raise typer.Exit(0 if good else 1)
