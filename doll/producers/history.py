@@ -56,7 +56,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def read_snapshot(config: JobConfig, reader: RangeReader) -> Snapshot | None:
-    """Return what the history was when the job began; None if the job has not begun."""
+    """Return the snapshot of the history; None if the job has not begun."""
     topic = config.topic("history")
     for _, value in reader.read(topic, SNAPSHOT, *reader.bounds(topic, SNAPSHOT)):
         if isinstance(found := handover.decode(value), Snapshot):
@@ -81,7 +81,7 @@ def send_history(
     config: JobConfig, services: Services, sender: SampleSender, stopped: threading.Event, heartbeat: Heartbeat,
     say: Callable[[str], None],
 ) -> bool:  # fmt: skip
-    """Send until `stopped` is set, or there are `source.limit_samples`. Return whether there are.
+    """Send until `stopped` is set or `source.limit_samples` are sent. Return whether this limit is reached.
 
     Raises:
         ConfigError: the table or the topic cannot be used, or was changed.
@@ -104,7 +104,7 @@ def send_history(
 
 
 class _Sending:
-    """The sending until a transaction fails."""
+    """Sends until a transaction fails."""
 
     def __init__(
         self, config: JobConfig, services: Services, writer: TransactionalWriter, sender: SampleSender,
@@ -261,8 +261,7 @@ class _Sending:
             feed.close()
 
     def _overlap(self, offsets: list[int]) -> Overlap | None:
-        """Return what says which records are in the history, as it was at the end of the last transaction; None: all
-        further ones are not."""
+        """Return the overlap at the end of the last transaction; None: the history has no further record."""
         snapshot = self._snapshot
         if not self._overlap_us or len(self._state.over) == len(snapshot.begin):
             return None
@@ -283,7 +282,7 @@ class _Sending:
         return overlap
 
     def _identity(self, value: bytes | None, since_us: int) -> int | str:
-        """Return the identity of a record; or why it cannot be told whether the history has it."""
+        """Return the identity of a record, or the reason why it has none."""
         source = self._source
         try:
             key, at = _fields(source.handover.key or "", source.time.field or "")(value or b"")
@@ -355,14 +354,14 @@ def _fields(key: str, at: str) -> Callable[[bytes], tuple[Any, Any]]:
 
 @dataclass(slots=True)
 class HistoryReport:
-    """The result. `problems`: one sentence each; none if the audit holds."""
+    """The result of the audit. `problems`: one sentence each; none if the audit passes."""
 
     rows: int = 0
     total_rows: int = 0
     forwarded: int = 0
     in_history: int = 0
     refused: int = 0
-    deleted: int = 0  # samples that retention has deleted: of them nothing is said
+    deleted: int = 0  # samples that retention has deleted, which the audit cannot check
     problems: list[str] = field(default_factory=list)
 
     @property
