@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_problem
+from doll.services import Services
 from doll.storage.redis_client import redis_problem
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.services import Services
-
 
 _DOLL_UP = "; or use `doll up`, which starts its own where no address is given"
 

@@ -34,7 +34,6 @@ class TaskReport:
         samples: number of samples that were decoded from the records.
         parameters: number of trained parameters (scalars) of the model.
         first_loss, last_loss: mean loss over all samples before the first step and after the last step.
-        reasons: reason for each refused record.
     """
 
     samples: int
@@ -95,7 +94,7 @@ def _decoded_alike(task: Task, records: Sequence[bytes]) -> DecodedBatch:
         raise AssertionError(f"expected record {problem.offset} to be taken, it is refused: {problem.reason}")
     # The slow path is set on the instance: a subclass would have another name, and another __init__.
     fast = {name: vars(task).get(name) for name in ("decode_block", "decode_many")}
-    vars(task).update(dict.fromkeys(fast, _no_fast_path))
+    vars(task).update(dict.fromkeys(fast, lambda *_: None))
     try:
         single = _decode(task, records)
     finally:
@@ -117,10 +116,6 @@ def _decoded_alike(task: Task, records: Sequence[bytes]) -> DecodedBatch:
                     f"{slow_array.dtype} {slow_array.shape}, or other values: compare decode_many() with decode()"
                 )
     return bulk
-
-
-def _no_fast_path(*_: Any) -> None:
-    return None
 
 
 def _arrays(task: Task, decoded: DecodedBatch, name: str) -> list[Any]:

@@ -76,7 +76,6 @@ class Listed(NamedTuple):
 
     Attributes:
         title: title of the section of the help that lists the command.
-        short_help: text of the command in this list.
         where: `module:name` in this package: a function, or a group of commands. Empty: a function of doll-lab.
     """
 

@@ -47,7 +47,6 @@ def duration(text: str, *names: str) -> Any:
     """Return an option that takes a time such as 90m.
 
     Args:
-        text: help text of the option.
         names: names of the option; default: derived from the name of the variable.
     """
     return typer.Option(*names, parser=seconds, metavar=METAVAR, help=text, show_default=False)

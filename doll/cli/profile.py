@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -66,14 +67,8 @@ def profile(
     if save_profile is not None:
         save_profile(measured, plot)
         notes.append(f"plot: {plot}")
-    emit(as_json, _content(measured, notes), "\n".join([_table(measured), *notes]))
-
-
-def _content(profile: Profile, notes: list[str]) -> dict[str, Any]:
-    import json
-
-    content: dict[str, Any] = json.loads(profile.to_json())["profile"]
-    return {**content, "notes": notes}
+    content = {**json.loads(measured.to_json())["profile"], "notes": notes}
+    emit(as_json, content, "\n".join([_table(measured), *notes]))
 
 
 def _table(profile: Profile) -> str:

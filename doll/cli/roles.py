@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from doll.cli.options import FRESH_HELP, JobOptions, RunFolderOption
+from doll.records.bounded import printable
 
 _PROBE_TIMEOUT_S = 5.0
 _MAX_ANSWER_BYTES = 1_000_000
@@ -197,10 +198,6 @@ def health(
         text, good = f"no answer from {HOST}:{given} ({error})", False
     finally:
         connection.close()
-    (sys.stdout if good else sys.stderr).write(_printable(text).rstrip("\n") + "\n")
+    shown = printable(text, keep="\n").rstrip("\n")  # any process of this machine may answer at the port
+    (sys.stdout if good else sys.stderr).write(f"{shown}\n")
     raise typer.Exit(0 if good else 1)
-
-
-def _printable(text: str) -> str:
-    """Return the text without control characters: any process of this machine may answer at the port."""
-    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from doll.config import JobConfig, TrainingConfig
-    from doll.config.data import DataConfig
 
 MAY_CHANGE: Final = (
     "data.workers",
@@ -92,7 +91,8 @@ def job_fields(config: JobConfig) -> dict[str, str]:
         "job": config.job,
         "task.class": _class(_text(config.task.cls)),
         "data.workers": str(data.workers),
-        **_stream_fields(data),
+        # The owner of a foreign topic may add partitions while the job runs, so the checkpoints contain their number.
+        **({"data.partitions": str(data.num_partitions)} if data.topic is None else {"data.topic": data.topic}),
         "data.batch_size": str(data.batch_size),
         "data.samples_per_record": str(data.samples_per_record),
         _PUSHES: _pushes(training.policy.sends_steps, training.policy.batches_per_push),
@@ -112,12 +112,6 @@ def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
     for key, value in _leaves(section):
         if value not in (None, [], {}) or key == "clip_norm":
             yield key, value
-
-
-def _stream_fields(data: DataConfig) -> dict[str, str]:
-    """Return the number of partitions, or the name of a foreign topic. The owner of a foreign topic may add partitions
-    while the job runs, so the checkpoints contain the number that the job reads."""
-    return {"data.partitions": str(data.num_partitions)} if data.topic is None else {"data.topic": data.topic}
 
 
 def parse(fingerprint: str) -> dict[str, str]:

@@ -6,18 +6,15 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from doll import telemetry
+from doll.config import JobConfig
 from doll.consumers.lifecycle.redis_slots import lease_slot
 from doll.kafka.reader import has_finished, on_finish
 from doll.kafka.topics import cluster_id
 from doll.process.signals import on_signal
+from doll.services import Services
 from doll.storage.redis_client import connect_redis
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.services import Services
 
 
 def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> int:

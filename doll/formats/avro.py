@@ -178,7 +178,6 @@ class PlainAvroReader(FieldReader):
         """
         Args:
             text: the schema, as JSON.
-            name: source of the schema, for messages.
 
         Raises:
             ConfigError: the text is not a schema of a record with these fields.

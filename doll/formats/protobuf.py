@@ -46,7 +46,7 @@ class ProtobufReader(FieldReader):
         self._path = list(_path(descriptor))
         self._prefixes: tuple[bytes, ...] | None = None
         if header:
-            written = b"".join(map(_zigzag, (len(self._path), *self._path)))
+            written = b"".join(_varint(number << 1) for number in (len(self._path), *self._path))  # as signed ones
             self._prefixes = (_FIRST_MESSAGE, written) if self._path == [0] else (written,)
 
     def read_one(self, value: bytes) -> Any:
@@ -167,11 +167,6 @@ def _path(descriptor: Any) -> Iterator[int]:
     else:
         siblings = [item.full_name for item in descriptor.file.message_types_by_name.values()]
     yield siblings.index(descriptor.full_name)
-
-
-def _zigzag(number: int) -> bytes:
-    """Return the number as a signed varint of Protobuf."""
-    return _varint(number << 1)
 
 
 def _varint(number: int) -> bytes:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from doll.config.format import AvroFormat
 from doll.errors import ConfigError, RetryLater, SampleError
 from doll.formats.avro import parsed_schema
 from doll.formats.registry import NotInRegistryError, RegisteredSchema, RegistryClient
 from doll.records.bounded import short
 from doll.records.check import Check
-
-if TYPE_CHECKING:
-    from doll.config.format import AvroFormat
 
 _SLOW_S: Final = 1.0
 _SHOWN_CHARS: Final = 120

@@ -14,24 +14,22 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka import Message as _Record
 from confluent_kafka import TopicPartition as _TopicPartition
 
+from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import is_denial, make_consumer, reason_of
 from doll.kafka.reader import Partition, end_of_unreadable, unreadable, unreadable_headers
 from doll.kafka.topic_plan import batch_limit_bytes
 from doll.records.event_times import NO_TIME
 from doll.records.refusals import UnreadValue
+from doll.services import Services
 from doll.task.records import Envelope
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.services import Services
 
 log = get_logger(__name__)
 
@@ -136,7 +134,6 @@ class _Reading:
     """The state of one partition: the position of the thread, and the committed offsets.
 
     Attributes:
-        position: the next offset.
         unreadable: the reasons why the library cannot read records, by offset, from `position` on.
         number: `ReadFrom.reading`.
         durable: offset below which everything is durable; guarded by the reader's condition.

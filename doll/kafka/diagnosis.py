@@ -9,19 +9,16 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
 
+from doll.config import JobConfig
 from doll.kafka.clients import ADMIN_S, error_of, is_denial, kafka_problem, list_offsets, make_admin, setting_values
 from doll.kafka.facts import KafkaFacts, StreamFacts
 from doll.kafka.topic_plan import ActualTopic, plan_topics
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.services import Services
-
+from doll.services import Services
 
 _CONNECT_S: Final = 10.0
 _LATENCY_TRIES: Final = 5

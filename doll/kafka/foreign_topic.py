@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource, ResourceType
 
+from doll.config import JobConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import (
     ADMIN_S,
@@ -32,9 +33,6 @@ from doll.kafka.topic_plan import batch_limit_bytes
 from doll.services import Services
 from doll.telemetry import get_logger
 
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-
 log = get_logger(__name__)
 
 _ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
@@ -42,7 +40,7 @@ MISSING: Final = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, K
 
 
 class MissingTopicError(ConfigError):
-    """Kafka has no topic with the name in `data.topic`."""
+    """Kafka has no topic with the name in the job file."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,13 @@ class ForeignTopic:
     settings: dict[str, str] | None = None  # by name, such as `retention.ms`; None: this user may not see them
 
 
-def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None = None) -> ForeignTopic:
-    """Return the state of `data.topic`, or of the job's own samples topic.
+def look_up(
+    config: JobConfig, services: Services, name: str = "", key: str = "data.topic", *, admin: AdminClient | None = None
+) -> ForeignTopic:
+    """Return the state of a topic; by default of `data.topic`, or of the job's own samples topic.
 
     Args:
+        key: key of the job file that has the name.
         admin: client of a caller that asks repeatedly, and whose Kafka has ids of topics. None: if Kafka does not know
             the topic, ask again for some seconds, because the topic may be new.
 
@@ -70,7 +71,7 @@ def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None 
         ConfigError: this user may not describe it.
         ServiceUnavailableError: Kafka does not answer.
     """
-    name = config.topic("samples")
+    name = name or config.topic("samples")
     with translate_errors(services.kafka, f"describe topic {name}"):
         client = make_admin(config, services) if admin is None else admin  # the client must exist until the answer
         metadata = client.list_topics(timeout=ADMIN_S) if admin is None else None
@@ -82,11 +83,11 @@ def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None 
         except KafkaException as exc:
             error = error_of(exc)
             if error.code() in MISSING:
-                raise MissingTopicError(_missing(config, services, metadata)) from exc
+                raise _missing(services, metadata, name, key) from exc
             if is_denial(error):
-                raise ConfigError(_forbidden(config, services, "describe")) from exc
+                raise ConfigError(_forbidden(config, services, name, "describe")) from exc
             if error.code() == KafkaError._UNSUPPORTED_FEATURE and metadata is not None:  # before Kafka 2.8
-                return _from_metadata(config, services, metadata)
+                return _from_metadata(services, metadata, name, key)
             raise
         allowed = description.authorized_operations
         return ForeignTopic(
@@ -111,10 +112,9 @@ def known_id(description: Any) -> str:
     return "" if str(description.topic_id) == _ZERO_TOPIC_ID else str(description.topic_id)
 
 
-def _from_metadata(config: JobConfig, services: Services, metadata: Any) -> ForeignTopic:
-    name = config.topic("samples")
+def _from_metadata(services: Services, metadata: Any, name: str, key: str) -> ForeignTopic:
     if name not in metadata.topics:
-        raise MissingTopicError(_missing(config, services, metadata))
+        raise _missing(services, metadata, name, key)
     parts = metadata.topics[name].partitions.values()
     leaderless = tuple((part.id, tuple(part.replicas)) for part in parts if part.leader < 0)
     return ForeignTopic(name, len(parts), leaderless=leaderless)
@@ -216,7 +216,7 @@ def compacted(config: JobConfig, topic: ForeignTopic) -> str:
 
 def unreadable(config: JobConfig, services: Services, topic: ForeignTopic) -> str:
     """Return the problem that this user may not read records of the topic; otherwise ""."""
-    return _forbidden(config, services, "read") if topic.may_read is False else ""
+    return _forbidden(config, services, topic.name, "read") if topic.may_read is False else ""
 
 
 def without_leader(topic: ForeignTopic) -> str:
@@ -245,18 +245,18 @@ def too_long(config: JobConfig, topic: ForeignTopic) -> str:
     )
 
 
-def _missing(config: JobConfig, services: Services, metadata: Any) -> str:
-    name, others = config.topic("samples"), [] if metadata is None else metadata.topics
+def _missing(services: Services, metadata: Any, name: str, key: str) -> MissingTopicError:
+    others = [] if metadata is None else metadata.topics
     near = difflib.get_close_matches(name, [other for other in others if not other.startswith("__")], n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
-    return (
-        f"data.topic: expected a topic on Kafka at {services.kafka}, which has no {name}{hint}: correct the name or "
+    return MissingTopicError(
+        f"{key}: expected a topic on Kafka at {services.kafka}, which has no topic {name}{hint}: correct the name or "
         "the address, or have its owner create it; DOLL does not"
     )
 
 
-def _forbidden(config: JobConfig, services: Services, what: str) -> str:
-    name, user = config.topic("samples"), principal_text(config.kafka)
+def _forbidden(config: JobConfig, services: Services, name: str, what: str) -> str:
+    user = principal_text(config.kafka)
     command = allow_command([Permission("topic", name, operation) for operation in ("Read", "Describe")], user)
     return f"Kafka at {services.kafka} does not allow {user} to {what} topic {name}: have its owner allow it: {command}"
 

@@ -1,22 +1,25 @@
-"""A member of a consumer group that reads, writes and commits in transactions: each record counts once.
+"""Readers and writers of topics whose transactions are all or nothing, so that each record counts once.
 
-The group shares the partitions among its members. Offsets are committed with the records that were made of what was
-read, in one transaction. If another member has taken over a partition in the meantime, Kafka refuses the transaction
-(KIP-447).
+`GroupStream` is a member of a consumer group, which shares the partitions among its members. Offsets are committed with
+the records that were made of what was read, in one transaction. If another member has taken over a partition in the
+meantime, Kafka refuses the transaction (KIP-447). `TopicFeed` and `TransactionalWriter` copy a topic without a group:
+the copier writes its position itself, in the transaction.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
+from doll.config import JobConfig
 from doll.errors import DataLossError, FencedError, ServiceUnavailableError
 from doll.kafka.clients import (
     ADMIN_S,
@@ -30,14 +33,10 @@ from doll.kafka.clients import (
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
 from doll.services import Services
 
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-
 _SESSION_MS: Final = 10_000
-_TRANSACTION_MS: Final = 15_000
+_TRANSACTION_S: Final = 15.0
 _CALL_S: Final = 30.0
-_LINGER_MS: Final = 20
-_QUEUE_KBYTES: Final = 262_144
+_TRANSACTION: Final = "accept a transaction"
 _FENCED: Final = (
     KafkaError._FENCED, KafkaError.FENCED_INSTANCE_ID, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED,
 )  # fmt: skip
@@ -80,9 +79,94 @@ class Output(msgspec.Struct, gc=False):
 
     topic: str
     partition: int
-    value: bytes
+    value: bytes | None
     key: bytes | None = None
-    on_offset: Callable[[int], None] | None = None  # called with the offset that the record gets
+    on_offset: Callable[[int], None] | None = None  # called with the offset that the record gets, before `commit` ends
+    headers: list[tuple[str, bytes]] = []
+
+
+class TransactionalWriter:
+    """A writer. A later one with the same `name` ends the open transaction of an earlier one, and fences it.
+
+    All methods raise FencedError if a later process has the name, and ServiceUnavailableError if the broker refuses.
+    `write` and `commit` raise AbandonedError if the transaction cannot be committed: abort it, or make a new writer.
+    """
+
+    def __init__(
+        self, config: JobConfig, services: Services, name: str, *, transaction_s: float = 60.0, call_s: float = 60.0
+    ) -> None:
+        self._address, self._call_s, timeout_ms = services.kafka, call_s, round(1000 * transaction_s)
+        self._is_open = False
+        self._producer = make_producer(
+            config, services, transactional_id=name, transaction_timeout_ms=timeout_ms, message_timeout_ms=timeout_ms,
+            message_max_bytes=RECORD_LIMIT_BYTES, linger_ms=20, compression_type="lz4",
+            queue_buffering_max_kbytes=262_144, queue_buffering_max_messages=1_000_000,
+        )  # fmt: skip
+        with translated(self._address, _TRANSACTION):
+            self._producer.init_transactions(2 * _CALL_S)
+
+    def close(self) -> None:
+        """Forget what is not committed."""
+        self._producer.purge()
+
+    def write(self, outputs: Iterable[Output]) -> None:
+        """Write records in the open transaction, or in a new one."""
+        produce = self._producer.produce
+        with self._abandoned():
+            for item in outputs:
+                report = None if item.on_offset is None else _report(item.on_offset)
+                while True:
+                    try:
+                        produce(item.topic, item.value, item.key, item.partition, report, headers=item.headers)
+                        break
+                    except BufferError:
+                        self._producer.poll(0.1)
+
+    def commit(self, offsets: Sequence[TopicPartition] = (), member: Any = None) -> None:
+        """Commit what was written since the last call, and these offsets of the group of `member`."""
+        with self._abandoned():
+            if offsets:
+                self._producer.send_offsets_to_transaction(list(offsets), member, self._call_s)
+            self._producer.commit_transaction(self._call_s)
+            self._is_open = False
+
+    def abort(self) -> None:
+        """Abort the open transaction."""
+        with translated(self._address, _TRANSACTION):
+            self._producer.purge()
+            self._producer.abort_transaction(self._call_s)
+            self._is_open = False
+
+    @contextlib.contextmanager
+    def _abandoned(self) -> Iterator[None]:
+        try:
+            if not self._is_open:
+                self._producer.begin_transaction()
+                self._is_open = True
+            yield
+        except KafkaException as exc:
+            with translated(self._address, _TRANSACTION):
+                if not error_of(exc).txn_requires_abort() and not error_of(exc).retriable():
+                    raise
+            raise AbandonedError(error_of(exc).str()) from exc
+
+
+class TopicFeed:
+    """A reader of committed records of the partitions 0 to `len(offsets)` - 1, from these offsets on."""
+
+    def __init__(self, config: JobConfig, services: Services, topic: str, offsets: Sequence[int]) -> None:
+        self._address, self._topic = services.kafka, topic
+        self._consumer: Any = _consumer(config, services, "history")
+        self._consumer.assign([TopicPartition(topic, number, offset) for number, offset in enumerate(offsets)])
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def poll(self, most: int, timeout_s: float) -> list[Any]:
+        """Return at most `most` messages of the client, after at most `timeout_s`. Raise DataLossError if the next
+        record was deleted, and ServiceUnavailableError if the broker refuses."""
+        with translated(self._address, f"let topic {self._topic} be read"):
+            return [message for message in self._consumer.consume(most, timeout_s) if not is_error(message)]
 
 
 class GroupStream:
@@ -114,27 +198,20 @@ class GroupStream:
         self.at_end: dict[Place, int] = {}
         self._next: dict[Place, int] = {}  # next offset of each partition of this member
         self._failed: BaseException | None = None
-        self._producer = make_producer(
-            config, services, transactional_id=f"doll.{config.job}.{name}.{member}",
-            transaction_timeout_ms=_TRANSACTION_MS, message_timeout_ms=_TRANSACTION_MS,
-            message_max_bytes=RECORD_LIMIT_BYTES, linger_ms=_LINGER_MS, compression_type="lz4",
-            queue_buffering_max_kbytes=_QUEUE_KBYTES, queue_buffering_max_messages=1_000_000,
-        )  # fmt: skip
-        self._consumer: Any = make_consumer(
+        self._writer = TransactionalWriter(
+            config, services, f"doll.{config.job}.{name}.{member}", transaction_s=_TRANSACTION_S, call_s=_CALL_S
+        )
+        self._consumer: Any = _consumer(
             config, services, name, group_instance_id=f"{name}-{member}", session_timeout_ms=_SESSION_MS,
-            enable_partition_eof=True, isolation_level="read_committed", auto_offset_reset="error",
-            receive_message_max_bytes=max(batch_limit_bytes(config), 2 * RECORD_LIMIT_BYTES),
-            fetch_wait_max_ms=50,
+            enable_partition_eof=True,
         )  # fmt: skip
         self._admin = make_admin(config, services)
-        with self._translated("begin a transaction"):
-            self._producer.init_transactions(2 * _CALL_S)
         self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._lose)
 
     def close(self) -> None:
         """Leave the group. What was not committed is read again by others."""
         self._consumer.close()
-        self._producer.purge()
+        self._writer.close()
 
     def poll(self, most: int, timeout_s: float) -> list[Run]:
         """Return at most `most` messages, after at most `timeout_s`. May call `on_assigned` and `on_revoked`, whose
@@ -146,7 +223,7 @@ class GroupStream:
             DataLossError: passed on by the caller's functions.
         """
         runs: list[Run] = []
-        with self._translated("send records"):
+        with translated(self._services.kafka, "send records"):
             polled = self._consumer.consume(most, timeout_s)
             places = zip(map(Message.topic, polled), map(Message.partition, polled), strict=True)
             end = 0
@@ -172,24 +249,11 @@ class GroupStream:
         return runs
 
     def _is_note(self, place: Place, message: Any) -> bool:
-        """Say if a message of the client is no record, but tells of an error or of the end of a partition.
-
-        Raises:
-            KafkaException: the broker refuses.
-            DataLossError: the broker has deleted the next records.
-        """
-        if (error := message.error()) is None:
-            return False
-        if error.code() == KafkaError._AUTO_OFFSET_RESET:
-            raise DataLossError(
-                f"topic {place[0]}, partition {place[1]}: Kafka does not have the next records any more: retention "
-                "deleted them before they were joined, or the topic was deleted and made again"
-            )
-        if error.code() == KafkaError._PARTITION_EOF:
+        """Return whether a message is no record, but an error, or the end of a partition; errors as in `is_error`."""
+        if (error := message.error()) is not None and error.code() == KafkaError._PARTITION_EOF:
             self.at_end[place] = message.offset()
-        elif not error.retriable() and error.code() != KafkaError._ALL_BROKERS_DOWN:
-            raise KafkaException(error)
-        return True
+            return True
+        return is_error(message)
 
     def read_to_end(self, places: Iterable[Place]) -> tuple[float, list[Place]]:
         """Return a time, Unix seconds, and those of the partitions of which all records have been read that Kafka had
@@ -215,7 +279,7 @@ class GroupStream:
         """Return the committed offsets of some partitions."""
         if not places:
             return {}
-        with self._translated("say what was committed"):
+        with translated(self._services.kafka, "say what was committed"):
             known = self._consumer.committed([TopicPartition(*place) for place in places], timeout=2 * _CALL_S)
         return {(p.topic, p.partition): Committed(p.offset, p.metadata or "") for p in known}
 
@@ -232,36 +296,13 @@ class GroupStream:
             AbandonedError: nothing was written.
             ServiceUnavailableError, FencedError: see `poll`.
         """
-        with self._translated("accept a transaction"):
-            self._producer.begin_transaction()
-            try:
-                self._write(outputs)
-                self._producer.send_offsets_to_transaction(
-                    [TopicPartition(*place, at.offset, metadata=at.metadata) for place, at in offsets.items()],
-                    self._consumer.consumer_group_metadata(),
-                    _CALL_S,
-                )
-                self._producer.commit_transaction(_CALL_S)
-            except KafkaException as exc:
-                error = error_of(exc)
-                if not error.txn_requires_abort() and not error.retriable():
-                    raise
-                self._producer.purge()
-                self._producer.abort_transaction(_CALL_S)
-                raise AbandonedError(error.str()) from exc
-
-    def _write(self, outputs: Iterable[Output]) -> None:
-        produce = self._producer.produce
-        for output in outputs:
-            while True:
-                try:
-                    produce(
-                        output.topic, output.value, output.key, output.partition,
-                        None if output.on_offset is None else _report(output.on_offset),
-                    )  # fmt: skip
-                    break
-                except BufferError:
-                    self._producer.poll(0.1)
+        committed = [TopicPartition(*place, at.offset, metadata=at.metadata) for place, at in offsets.items()]
+        try:
+            self._writer.write(outputs)
+            self._writer.commit(committed, self._consumer.consumer_group_metadata())
+        except AbandonedError:
+            self._writer.abort()
+            raise
 
     def _assign(self, consumer: Any, partitions: list[TopicPartition]) -> None:
         try:
@@ -287,30 +328,44 @@ class GroupStream:
         except BaseException as exc:  # the client would only log it
             self._failed = exc
 
-    def _translated(self, what: str) -> Any:
-        return Translated(self._services.kafka, what)
+
+def _consumer(config: JobConfig, services: Services, purpose: str, **more: Any) -> Any:
+    return make_consumer(
+        config, services, purpose, isolation_level="read_committed", auto_offset_reset="error", fetch_wait_max_ms=50,
+        receive_message_max_bytes=max(batch_limit_bytes(config), 2 * RECORD_LIMIT_BYTES), **more,
+    )  # fmt: skip
+
+
+def is_error(message: Any) -> bool:
+    """Return whether a message of the client is an error that passes.
+
+    Raises:
+        KafkaException: the broker refuses.
+        DataLossError: the broker has deleted the next records.
+    """
+    if (error := message.error()) is None:
+        return False
+    if error.code() == KafkaError._AUTO_OFFSET_RESET:
+        raise DataLossError(
+            f"topic {message.topic()}, partition {message.partition()}: Kafka does not have the next records any more: "
+            "retention deleted them before they were read, or the topic was deleted and made again"
+        )
+    if not error.retriable() and error.code() not in (KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT):
+        raise KafkaException(error)
+    return True
 
 
 def _report(on_offset: Callable[[int], None]) -> Callable[[Any, Any], None]:
     return lambda error, message: on_offset(message.offset()) if error is None else None
 
 
-class Translated:
-    """A context that raises FencedError or ServiceUnavailableError instead of KafkaException."""
-
-    def __init__(self, address: str, what: str) -> None:
-        self._address, self._what = address, what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, exc: BaseException | None, traceback: Any) -> None:
-        if not isinstance(exc, KafkaException):
-            return
-        error = error_of(exc)
-        if error.code() in _FENCED:
-            raise FencedError("another process has the number of this one, and goes on in its place") from exc
-        hint = "doll doctor says what is missing"
-        raise ServiceUnavailableError(
-            f"Kafka at {self._address} does not {self._what} ({error.str()}): {hint}"
-        ) from exc
+@contextlib.contextmanager
+def translated(address: str, what: str) -> Iterator[None]:
+    """Within the context, raise FencedError or ServiceUnavailableError instead of KafkaException."""
+    try:
+        with translate_errors(address, what, "doll doctor says what is missing"):
+            yield
+    except ServiceUnavailableError as exc:
+        if isinstance(cause := exc.__cause__, KafkaException) and error_of(cause).code() in _FENCED:
+            raise FencedError("another process has the number of this one, and goes on in its place") from cause
+        raise

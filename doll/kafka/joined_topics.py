@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AclOperation
-
+from doll.config import JobConfig
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.kafka.clients import error_of, is_denial, make_admin, retry_while_leaderless, translate_errors
-from doll.kafka.foreign_topic import MISSING, describe_topic, known_id, settings_of
+from doll.kafka.foreign_topic import look_up, unreadable, without_leader
 from doll.services import Services
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 
 @dataclass(frozen=True)
@@ -58,25 +51,14 @@ def check_topic(
     Raises:
         ConfigError, ServiceUnavailableError: see `joined_topics`.
     """
-    admin = make_admin(config, services)
-    with translate_errors(services.kafka, f"describe topic {name}"):
-        try:
-            description = retry_while_leaderless(lambda: describe_topic(admin, name))
-        except KafkaException as exc:
-            if error_of(exc).code() in MISSING:
-                raise ConfigError(f"{where}: Kafka at {services.kafka} has no topic {name}: correct the name") from exc
-            if is_denial(error_of(exc)):
-                raise ConfigError(f"{where}: this user may not describe topic {name}: allow it") from exc
-            raise
-    allowed = description.authorized_operations
-    if allowed and not {AclOperation.READ, AclOperation.ALL} & set(allowed):
-        raise ConfigError(f"{where}: this user may not read topic {name}: allow it")
-    if lost := [part.id for part in description.partitions if part.leader is None or part.leader.id < 0]:
-        raise ServiceUnavailableError(f"topic {name}: partitions {lost} have no leader: start their brokers")
-    settings = settings_of(admin, name) or {}
-    if "compact" in settings.get("cleanup.policy", "") and not compacted:
+    topic = look_up(config, services, name, where)
+    if problem := unreadable(config, services, topic):
+        raise ConfigError(f"{where}: {problem}")
+    if problem := without_leader(topic):
+        raise ServiceUnavailableError(problem)
+    if "compact" in (topic.settings or {}).get("cleanup.policy", "") and not compacted:
         raise ConfigError(
             f"{where}: topic {name} is compacted: Kafka deletes all but the newest record of a key, perhaps before it "
             "is read; expected cleanup.policy=delete" + (", or take: last" if source else "")
         )
-    return JoinedTopic(source, name, len(description.partitions), known_id(description))
+    return JoinedTopic(source, name, topic.partitions, topic.topic_id)

@@ -6,19 +6,17 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from confluent_kafka import KafkaError, KafkaException
 
+from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import LINGER_MS, error_of, make_producer, reason_of
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES
 from doll.records.control import AnyRecord, encode
+from doll.services import Services
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.services import Services
 
 log = get_logger(__name__)
 

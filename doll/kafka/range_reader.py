@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
+from doll.config import JobConfig
 from doll.errors import RecordError, ServiceUnavailableError
 from doll.kafka.clients import make_consumer, translate_errors
 from doll.kafka.reader import (
@@ -25,9 +26,6 @@ from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
 from doll.records.control import decode
 from doll.services import Services
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = get_logger(__name__)
 

@@ -12,18 +12,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
 
+from doll.config import JobConfig
 from doll.errors import RecordError, ServiceUnavailableError
 from doll.kafka.clients import make_consumer, reason_of, retry_while_leaderless, translate_errors
 from doll.records.control import AnyRecord, Finished, decode
+from doll.services import Services
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.services import Services
 
 log = get_logger(__name__)
 

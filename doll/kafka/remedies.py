@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from doll.config.connections import WITH_PASSWORD
-
-if TYPE_CHECKING:
-    from doll.config.connections import KafkaConfig
+from doll.config.connections import WITH_PASSWORD, KafkaConfig
 
 _ADDRESS: Final = re.compile(r"\b(sasl_)?(ssl|plaintext)://\S+")  # does not contain the reason
 _OWN_CERTIFICATE: Final = "DOLL_KAFKA_CERT and DOLL_KAFKA_KEY"

@@ -14,19 +14,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
+from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.kafka import topics
 from doll.kafka.clients import list_offsets, make_admin, retry_while_leaderless, translate_errors
 from doll.services import Services
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = get_logger(__name__)
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
-if TYPE_CHECKING:
-    from doll.config import JobConfig
+from doll.config import JobConfig
 
 TopicKind = Literal["samples", "commands", "events", "updates", "metrics", "dead", "join", "joins", "history"]
 JOIN_KINDS: Final[tuple[TopicKind, ...]] = ("join", "joins")  # topics of a job with data.join

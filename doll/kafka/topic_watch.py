@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from confluent_kafka.admin import AdminClient
 
+from doll.config import JobConfig
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import foreign_topic
 from doll.kafka.clients import make_admin
@@ -21,9 +22,6 @@ from doll.kafka.foreign_topic import ForeignTopic, MissingTopicError
 from doll.kafka.samples_topic import TRUNCATED_ADVICE, ReplacedSamplesError, replaced_topic
 from doll.services import Services
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = get_logger(__name__)
 

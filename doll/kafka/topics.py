@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import (
@@ -26,6 +26,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 
+from doll.config import JobConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import foreign_topic
 from doll.kafka.clients import (
@@ -54,9 +55,6 @@ from doll.kafka.topic_plan import (
 )
 from doll.services import Services
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = get_logger(__name__)
 

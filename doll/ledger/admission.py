@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from doll.config import JobConfig
 from doll.errors import ConfigError, RecordError, SchemaVersionError
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.ledger.lineage import Lineage, UpdatesRecord
 from doll.ledger.snapshot_counts import decode_counts, read_counts
 from doll.records.control import decode
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.services import Services
-    from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.services import Services
+from doll.storage.checkpoints import Checkpoint, CheckpointStore
 
 AFTER_TERM_ENV: Final = "DOLL_AFTER_TERM"  # terms up to it belong to earlier runs; set by `doll up` for its roles
 ANY_TERM: Final = 1 << 62

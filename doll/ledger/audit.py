@@ -14,11 +14,12 @@ import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from msgspec import structs
 
 from doll import telemetry
+from doll.config import JobConfig
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.samples_topic import deleted_before, replaced_topic
@@ -28,10 +29,7 @@ from doll.ledger.snapshot_counts import read_counts
 from doll.ledger.valid_updates import DurableModel
 from doll.records.control import DeadLetter, Finished, TermStarted, Update
 from doll.services import Services
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.checkpoints import Checkpoint, CheckpointStore
 
 log = telemetry.get_logger(__name__)
 

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from msgspec import MsgspecError, json, structs
 
+from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import require_own_topic
@@ -28,11 +29,8 @@ from doll.ledger.balance import OffsetState
 from doll.process.files import write_atomically
 from doll.records.bounded import short
 from doll.records.control import DeadLetter, DeadLetterCode, encode
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.services import Services
-    from doll.storage.checkpoints import CheckpointStore
+from doll.services import Services
+from doll.storage.checkpoints import CheckpointStore
 
 MAX_SAVED: Final = 1_000
 SAVED_PAYLOAD_BYTES: Final = 1_024
@@ -267,7 +265,13 @@ def _send(
     with publisher.transaction():
         offsets = publisher.deliver([(samples, item.dead.letter.partition, item.value or b"") for item in items])
         replayed = [replace(item, offset=offset) for item, offset in zip(items, offsets, strict=True)]
-        letters = [_replay_letter(item.dead.letter, offset) for item, offset in zip(items, offsets, strict=True)]
+        letters = [
+            structs.replace(
+                item.dead.letter, code="replayed", replayed_as=offset, reason=f"replayed as offset {offset}",
+                payload=b"", payload_bytes=0, time_s=time.time(),
+            )
+            for item, offset in zip(items, offsets, strict=True)
+        ]  # fmt: skip
         (*_, last) = publisher.deliver([(dead, 0, encode(letter)) for letter in letters])
     _await_visible(config, services, dead, last)
     return replayed
@@ -280,10 +284,3 @@ def _await_visible(config: JobConfig, services: Services, topic: str, offset: in
     with RangeReader(config, services) as reader:
         while reader.bounds(topic, 0)[1] <= offset and time.monotonic() < deadline_s:
             continue
-
-
-def _replay_letter(letter: DeadLetter, offset: int) -> DeadLetter:
-    return structs.replace(
-        letter, code="replayed", replayed_as=offset, reason=f"replayed as offset {offset}", payload=b"",
-        payload_bytes=0, time_s=time.time(),
-    )  # fmt: skip

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
+from doll.config import JobConfig
 from doll.errors import CheckpointError
 from doll.records.bounds import Grid, ends_of
 from doll.records.rollbacks import Rollback
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 
 class SnapshotCounts(msgspec.Struct, frozen=True):

@@ -44,7 +44,6 @@ class FlatModel:
     """A module whose trainable parameters, their gradients and its buffers are views into flat float32 tensors.
 
     Attributes:
-        module: the task's module.
         device: device of the flat tensors and of the module, as torch names it.
         flat: float32, shape (numel,), with the layout above.
         host: weights in this machine's memory: `flat` itself, or a copy if the model is on another device.

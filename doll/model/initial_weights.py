@@ -107,7 +107,6 @@ def match(
     """Return the part of `given` that fits `model`. Nothing is changed.
 
     Args:
-        source: name of the source, for the report.
         strict: True: everything must fit.
         rename: regular expressions and their replacements in the names of `given`, applied in this order.
 

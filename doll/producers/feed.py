@@ -28,7 +28,6 @@ class Feed:
         """Connect, and send the program the positions at which to begin.
 
         Args:
-            path: path of the socket.
             positions: number of samples that each stream already has.
             max_bytes: maximum size of a record; the program refuses larger records before it sends them.
 

@@ -1,4 +1,4 @@
-"""Where a history ends and its topic begins: what a restart needs to know, and which records the history has. Pure."""
+"""The handover from a history to its topic: the state for a restart, and the records that the history has. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """A record of the topic of which it cannot be told whether the history has it."""
+    """A record of the topic without a usable key or time, so that it is not known whether the history has it."""
 
     partition: int
     offset: int
@@ -45,7 +45,7 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     """The position after a transaction, which has it as its last record.
 
     Attributes:
-        rows: number of rows. The next one is in the chunk of `piece`, whose first row has the number `base`.
+        rows: number of rows that were sent. The next one is in the chunk `piece`, whose first row is number `base`.
         offsets: the next offset of each partition of the topic.
         forwarded: number of records of the topic that were sent; `in_history` and `refused` were not.
         over: partitions in which the overlap is over.
@@ -115,8 +115,8 @@ def changed(kept: Snapshot, files: Iterable[FileMark]) -> str:
 
 
 def identity(key: Any, time_us: int) -> int:
-    """Return what a row and its record in the topic have in common, within one process. Times count in milliseconds,
-    because the topic and the table may have different units."""
+    """Return the identity of a row and of its record in the topic; valid within one process. Times count in
+    milliseconds, because the topic and the table may have different units."""
     return hash((str(key), time_us // 1000))
 
 

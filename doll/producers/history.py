@@ -1,7 +1,7 @@
 """The producer of a source of kind history: it sends the rows of a table, and then the records of a topic, each once.
 
 All that it sends is in transactions, each with the state from which a restart continues. A later producer of the job
-ends the open transaction of an earlier one, and fences it.
+ends the open transaction of an earlier one, and fences it. The audit shows that each row and record is one sample.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import numpy as np
 
 from doll.config import HistorySource, JobConfig
 from doll.errors import ConfigError, DataLossError
 from doll.extras import lacking
 from doll.kafka import topics
-from doll.kafka.group_stream import AbandonedError
+from doll.kafka.group_stream import AbandonedError, Output, TopicFeed, TransactionalWriter
 from doll.kafka.joined_topics import check_topic
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.samples_topic import SampleLog, at_time
-from doll.kafka.topic_copy import TopicFeed, TransactionalWriter
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat
 from doll.producers import handover
@@ -55,7 +56,7 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def read_snapshot(config: JobConfig, reader: RangeReader) -> Snapshot | None:
-    """Return what the history was when the job began; None if the job has not begun."""
+    """Return the snapshot of the history; None if the job has not begun."""
     topic = config.topic("history")
     for _, value in reader.read(topic, SNAPSHOT, *reader.bounds(topic, SNAPSHOT)):
         if isinstance(found := handover.decode(value), Snapshot):
@@ -80,7 +81,7 @@ def send_history(
     config: JobConfig, services: Services, sender: SampleSender, stopped: threading.Event, heartbeat: Heartbeat,
     say: Callable[[str], None],
 ) -> bool:  # fmt: skip
-    """Send until `stopped` is set, or there are `source.limit_samples`. Return whether there are.
+    """Send until `stopped` is set or `source.limit_samples` are sent. Return whether this limit is reached.
 
     Raises:
         ConfigError: the table or the topic cannot be used, or was changed.
@@ -103,7 +104,7 @@ def send_history(
 
 
 class _Sending:
-    """The sending until a transaction fails."""
+    """Sends until a transaction fails."""
 
     def __init__(
         self, config: JobConfig, services: Services, writer: TransactionalWriter, sender: SampleSender,
@@ -130,7 +131,7 @@ class _Sending:
         self._committed_s = self._reported_s = self._trimmed_s = time.monotonic()
         self._reported, self._said = self._sent, -1
         if known is None:
-            self._writer.write(self._own, SNAPSHOT, handover.encode(self._snapshot))
+            self._writer.write([Output(self._own, SNAPSHOT, handover.encode(self._snapshot))])
             self._commit()
 
     def run(self) -> bool:
@@ -207,8 +208,10 @@ class _Sending:
                 return
             block = rows.slice(at, min(_ROWS, self._limit - self._sent))
             row = base + at
-            for number, value in enumerate(table.values(block, self._most_bytes), row):
-                self._writer.write(self._samples, number % self._streams, value, None, ((ORIGIN, b"%d" % number),))
+            self._writer.write(
+                Output(self._samples, number % self._streams, value, headers=[(ORIGIN, b"%d" % number)])
+                for number, value in enumerate(table.values(block, self._most_bytes), row)
+            )
             self._state = msgspec.structs.replace(self._state, rows=row + len(block))
             self._tick(_COMMIT_S)
 
@@ -228,14 +231,15 @@ class _Sending:
             while self._goes_on():
                 state = self._state
                 forwarded, in_history, refused = state.forwarded, state.in_history, state.refused
+                outputs: list[Output] = []
                 for message in feed.poll(min(_MOST_MESSAGES, self._limit - self._sent), _TOPIC_COMMIT_S / 2):
                     partition, offset, value = message.partition(), message.offset(), message.value()
                     offsets[partition] = offset + 1
                     if overlap is not None and overlap.is_open(partition, 1000 * message.timestamp()[1]):
                         known = self._identity(value, since_us)
                         if isinstance(known, str):
-                            refusal = Refused(partition, offset, known)
-                            self._writer.write(self._own, SNAPSHOT, handover.encode(refusal))
+                            refusal = handover.encode(Refused(partition, offset, known))
+                            outputs.append(Output(self._own, SNAPSHOT, refusal))
                             refused += 1
                             continue
                         if overlap.takes(known):
@@ -245,7 +249,8 @@ class _Sending:
                     cut = value[: self._most_bytes] if value else value
                     origin = ORIGIN, b"%d %d" % (partition, offset)
                     stream = stream_of(partition, offset, partitions, streams)
-                    self._writer.write(samples, stream, cut, message.key(), (origin,))
+                    outputs.append(Output(samples, stream, cut, message.key(), headers=[origin]))
+                self._writer.write(outputs)
                 over = state.over if overlap is None else tuple(at for at in sorted(overlap.over) if at < partitions)
                 self._state = State(
                     state.rows, state.piece, state.base, tuple(offsets), forwarded, in_history, refused, over
@@ -256,8 +261,7 @@ class _Sending:
             feed.close()
 
     def _overlap(self, offsets: list[int]) -> Overlap | None:
-        """Return what says which records are in the history, as it was at the end of the last transaction; None: all
-        further ones are not."""
+        """Return the overlap at the end of the last transaction; None: the history has no further record."""
         snapshot = self._snapshot
         if not self._overlap_us or len(self._state.over) == len(snapshot.begin):
             return None
@@ -278,7 +282,7 @@ class _Sending:
         return overlap
 
     def _identity(self, value: bytes | None, since_us: int) -> int | str:
-        """Return the identity of a record; or why it cannot be told whether the history has it."""
+        """Return the identity of a record, or the reason why it has none."""
         source = self._source
         try:
             key, at = _fields(source.handover.key or "", source.time.field or "")(value or b"")
@@ -302,12 +306,10 @@ class _Sending:
         return not self._stopped.is_set() and self._sent < self._limit
 
     def _commit(self) -> None:
-        self._writer.write(self._own, STATES, handover.encode(self._state), on_offset=self._note)
+        note = functools.partial(setattr, self, "_kept_at")
+        self._writer.write([Output(self._own, STATES, handover.encode(self._state), on_offset=note)])
         self._writer.commit()
         self._kept, self._committed_s = self._state, time.monotonic()
-
-    def _note(self, offset: int) -> None:
-        self._kept_at = offset
 
     def _tick(self, every_s: float) -> None:
         """Commit, report and trim what is due."""
@@ -348,3 +350,74 @@ def _fields(key: str, at: str) -> Callable[[bytes], tuple[Any, Any]]:
     kind = msgspec.defstruct("Fields", fields, rename={"key": key, "at": at})
     decode = msgspec.json.Decoder(kind).decode
     return lambda value: msgspec.structs.astuple(decode(value))
+
+
+@dataclass(slots=True)
+class HistoryReport:
+    """The result of the audit. `problems`: one sentence each; none if the audit passes."""
+
+    rows: int = 0
+    total_rows: int = 0
+    forwarded: int = 0
+    in_history: int = 0
+    refused: int = 0
+    deleted: int = 0  # samples that retention has deleted, which the audit cannot check
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def text(self) -> str:
+        line = (
+            f"history: {self.rows} rows of {self.total_rows} sent; topic: {self.forwarded} records sent, "
+            f"{self.in_history} in the history, {self.refused} refused; {self.deleted} samples deleted since"
+        )
+        return "\n".join([line, *(f"PROBLEM: {problem}" for problem in self.problems)])
+
+
+def audit_history(config: JobConfig, services: Services) -> HistoryReport:
+    """Audit the history of a job from its topics. Reads only; needs a byte for each row and record.
+
+    Raises:
+        ConfigError: the job has sent nothing yet.
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    assert isinstance(config.source, HistorySource)
+    topic, samples = config.source.topic, config.topic("samples")
+    with RangeReader(config, services) as reader:
+        if (snapshot := read_snapshot(config, reader)) is None:
+            raise ConfigError(f"job {config.job} has sent nothing of its history yet")
+        state = read_state(config, reader)  # before the samples, which may go further
+        bounds = [reader.bounds(topic, partition) for partition in range(len(state.offsets))]
+        begin = [*snapshot.begin, *[0] * (len(bounds) - len(snapshot.begin))]
+        rows = np.zeros(snapshot.rows, np.uint8)
+        records = [np.zeros(max(0, high - first), np.uint8) for first, (_, high) in zip(begin, bounds, strict=True)]
+        report = HistoryReport(state.rows, snapshot.rows, state.forwarded, state.in_history, state.refused)
+        for stream in range(config.data.num_partitions):
+            low, high = reader.bounds(samples, stream)
+            report.deleted += low
+            for message in reader.messages(samples, stream, low, high):
+                # A sample that `doll dead replay` has written again has no origin.
+                for value in (value for name, value in message.headers if name == ORIGIN and value):
+                    try:
+                        *place, at = map(int, value.split())
+                        if not place:
+                            rows[at] += rows[at] < 2
+                        elif place[0] < len(records) and (index := at - begin[place[0]]) < len(records[place[0]]):
+                            records[place[0]][index] += records[place[0]][index] < 2
+                    except (ValueError, IndexError):
+                        report.problems.append(f"{samples}/{stream}, offset {message.offset}: no origin: {value!r:.60}")
+        missing = int((rows[: state.rows] == 0).sum())
+        twice = int((rows > 1).sum()) + sum(int((of > 1).sum()) for of in records)
+        absent, unknown = 0, False
+        for partition, (first, until, of) in enumerate(zip(begin, state.offsets, records, strict=True)):
+            unknown = unknown or bounds[partition][0] > first
+            for offset, _ in reader.read(topic, partition, max(first, bounds[partition][0]), until):
+                absent += not of[offset - first]
+    if twice:
+        report.problems.append(f"{twice} rows or records are in more than one sample")
+    unexplained = absent - state.in_history - state.refused
+    if missing + max(0, unexplained) > report.deleted or (unexplained < 0 and not unknown):
+        report.problems.append(f"{missing} rows and {unexplained} records of topic {topic} are in no sample")
+    return report

@@ -14,17 +14,15 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from doll.config import JobConfig
+from doll.config.source import SourceConfig
 from doll.errors import ConfigError
 from doll.kafka.range_reader import RangeReader
 from doll.ledger.admission import read_lineage
 from doll.services import Services
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.config.source import SourceConfig
 
 log = get_logger(__name__)
 

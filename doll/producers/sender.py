@@ -6,17 +6,15 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka.publisher import ClientError, Delivery, Publisher
 from doll.kafka.topic_plan import plan_topics
 from doll.process.metric_names import PRODUCER
 from doll.records import control as records
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.services import Services
+from doll.services import Services
 
 _LINGER_MS: Final = 5
 _QUEUE_KBYTES: Final = 65_536  # samples that wait here while Kafka is unreachable; if it is full, the sender waits

@@ -86,7 +86,6 @@ class BillLine:
     """One instance on the bill, with all of its machines.
 
     Attributes:
-        billed_s: billed machine-seconds.
         usd_without_boots: the part of `usd` for the time in which the instance's worker held the slot: from ready until
             it was fenced or ended.
         free: whether the instance costs nothing because it was interrupted soon after the launch.
@@ -314,7 +313,6 @@ class BillingAccount(KeptState):
             running: instances to bill; instances with a final bill are not billed again.
             announced: the newest published decision, see `expect_earlier_costs`.
             otherwise: prices of a worker with `machines` machines. They are used for pools whose price was never known.
-            machines: number of machines per worker.
             alarms: list that gets a line if prices are not available.
         """
         running = [instance for instance in running if instance.id not in self._lines]

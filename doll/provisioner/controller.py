@@ -22,7 +22,6 @@ from doll.provisioner import reconcilers
 from doll.provisioner.apply import ActionExecutor
 from doll.provisioner.billing import BillingRule
 from doll.provisioner.decision import Decision
-from doll.provisioner.fleet_changes import change_fleet
 from doll.provisioner.fleets.port import Fleet, SpotProbe
 from doll.provisioner.job_state import JobState
 from doll.provisioner.observation import Observed
@@ -83,7 +82,7 @@ class Controller:
             reconcilers.review_health,
             reconcilers.update_estimates,
             reconcilers.review_workers,
-            change_fleet,
+            reconcilers.change_fleet,
             reconcilers.stop_launches,
             reconcilers.raise_alarms,
             reconcilers.record_decision,

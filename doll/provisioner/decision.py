@@ -203,9 +203,9 @@ class Decision:
             "target_updates": self.target_updates,
             "markets": [market or "" for market in self.markets],
             "running": self.running,
-            "reasons": _by_text(dict(enumerate(self.reasons))),
+            "reasons": by_text(dict(enumerate(self.reasons))),
             "actions": [result.text() for result in self.actions],
-            "waits": _by_text({wait.slot: wait.why for wait in waits}),
+            "waits": by_text({wait.slot: wait.why for wait in waits}),
             "alarms": list(self.alarms),
             "ready": sorted(self.ready),
             "dry_run": self.dry_run,
@@ -222,7 +222,7 @@ def order_fields(launch: Launch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _by_text(texts: Mapping[int, str]) -> dict[str, str]:
+def by_text(texts: Mapping[int, str]) -> dict[str, str]:
     """Return the slots of each text, as ranges."""
     slots: dict[str, list[int]] = {}
     for slot in sorted(texts):

@@ -71,7 +71,6 @@ class JobHealth(KeptState):
         idle: time since which the source has sent nothing, if machines are ended for this reason; otherwise "".
         hold_launches: reason why nothing is launched now; "": launches are allowed.
         hold_moves: reason why no slot moves from spot to on-demand now; "": moves are allowed.
-        alarms: alarms of this turn.
     """
 
     KEPT: ClassVar = {

@@ -87,7 +87,6 @@ class JobState(KeptState):
     Attributes:
         observed: knowledge from the job's records so far.
         positions: positions of the caller in the topics that it reads.
-        turn: number of the newest turn.
         prices: last known prices of a worker with all of its machines; None: not known.
         spent_budget_usd: the budget that is spent; None: no budget is spent.
         decision: last decision, for readers without access to this machine's journal.

@@ -24,7 +24,7 @@ import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, TypeAlias, TypeVar, assert_never
 
 import msgspec
@@ -41,10 +41,9 @@ from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.limit import LimitWatch
-from doll.ps.engine.measures import PolicyMeasures
+from doll.ps.engine.measures import FreshnessMeter, PolicyMeasures
 from doll.ps.engine.stopping import StallDetector
 from doll.ps.event_log import FileEventLog
-from doll.ps.freshness import FreshnessMeter
 from doll.ps.model.model_host import ModelHost
 from doll.records.control import (
     AnyRecord,
@@ -488,14 +487,8 @@ class Signals:
     partitions = 0  # of the samples topic, at the last check
 
     def __init__(self) -> None:
-        on_signal(signal.SIGINT, self._on_sigint)
-        on_signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigint(self) -> None:
-        self.end_job = True
-
-    def _on_sigterm(self) -> None:
-        self.leave = True
+        on_signal(signal.SIGINT, functools.partial(setattr, self, "end_job", True))
+        on_signal(signal.SIGTERM, functools.partial(setattr, self, "leave", True))
 
     def stop_for_the_topic(self) -> None:
         """Request the end of this process, because the samples topic has changed. Another thread calls this method."""
@@ -620,7 +613,7 @@ def _update_record(
         version=update.version,
         members=tuple(_member(item, batch) for item in update.sets for batch in item.batches),
         n_samples=num_samples,
-        loss=_mean((batch.loss_sum for batch in batches), weight),
+        loss=float(sum(batch.loss_sum for batch in batches)) / weight if weight else 0.0,
         metrics=metrics,
         samples_total=update.samples_total,
         batches_total=update.batches_total,
@@ -645,7 +638,3 @@ def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
         batches=batch.count, cut=batch.cut, loss_sum=pushed.loss_sum, weight=pushed.weight,
         shared_loss=pushed.shared_loss, times=pushed.times,
     )  # fmt: skip
-
-
-def _mean(sums: Iterable[float], weight: float) -> float:
-    return float(sum(sums)) / weight if weight else 0.0

@@ -29,7 +29,6 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
     """The start of a server. A server and a replay of its log make the same engine and weights from the same start.
 
     Attributes:
-        term: term of the server.
         now: time on the server's monotonic clock, in seconds.
         origins: first offset of the job in each partition; empty if there is a checkpoint.
         checkpoint: the checkpoint as `encode_checkpoint` writes it; b"" for a new job.

@@ -86,10 +86,10 @@ def short(value: object, limit: int = 200) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def printable(text: str) -> str:
-    """Return `text` with all unprintable characters escaped. Otherwise external text could send control characters to a
-    terminal, or reverse the order of a line (U+202E)."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+def printable(text: str, keep: str = "") -> str:
+    """Return `text` with all unprintable characters escaped, except those in `keep`. Otherwise external text could send
+    control characters to a terminal, or reverse the order of a line (U+202E)."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextmanager

@@ -134,7 +134,6 @@ class LatencyCounts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     Attributes:
         buckets: number of records by `BOUNDS_S`.
-        sum_s: sum of their times.
         within: number of records within the objective of the job.
         bad: number of records without a usable event time, which are in no bucket and not within.
         newest_ms: newest event time that has reached the stage; 0: none.

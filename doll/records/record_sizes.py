@@ -38,7 +38,8 @@ def fitted(status: ServerStatus, limit_bytes: int = STATUS_LIMIT_BYTES) -> Serve
     status = msgspec.structs.replace(status, workers=_said_once(status.workers))
     if len(encode(status)) <= limit_bytes:
         return status
-    return msgspec.structs.replace(status, workers=tuple(map(_essential, status.workers)))
+    essential = ({name: getattr(worker, name) for name in _DECIDED_BY} for worker in status.workers)
+    return msgspec.structs.replace(status, workers=tuple(WorkerStatus(**fields) for fields in essential))
 
 
 def _said_once(workers: tuple[WorkerStatus, ...]) -> tuple[WorkerStatus, ...]:
@@ -53,10 +54,6 @@ def _said_once(workers: tuple[WorkerStatus, ...]) -> tuple[WorkerStatus, ...]:
             text = "see its log"
         said.append(worker if text == worker.waiting_for else msgspec.structs.replace(worker, waiting_for=text))
     return tuple(said)
-
-
-def _essential(worker: WorkerStatus) -> WorkerStatus:
-    return WorkerStatus(**{name: getattr(worker, name) for name in _DECIDED_BY})
 
 
 def status_bytes(workers: int) -> int:

@@ -64,7 +64,6 @@ class ExportOptions:
 
     Attributes:
         version: `latest`, a number, or an alias.
-        format: format of the file.
         average: see `newest_weights`.
         samples: values of records for the comparison of a graph, if the task has no held-out samples.
     """

@@ -82,9 +82,6 @@ class RunFolder:
     def refuse_copy(self, shared: str) -> None:
         """Refuse to change data that a copied run folder shares with the original run.
 
-        Args:
-            shared: the shared data in words.
-
         Raises:
             ConfigError: this folder is a copy, and the original still exists.
         """

@@ -34,10 +34,8 @@ class ReplayOutcome:
     """A version that was rebuilt.
 
     Attributes:
-        log: path of the event log.
         sha256: checksum of all its tensors, including the optimizer state.
         is_kept: whether a checkpoint of the version is kept. If so, its tensors are the same, bit for bit.
-        content: content of `model.json`.
     """
 
     version: int

@@ -33,7 +33,7 @@ from doll.storage.stores import open_store
 
 if TYPE_CHECKING:
     from doll.join.audit import JoinReport
-    from doll.producers.history_audit import HistoryReport
+    from doll.producers.history import HistoryReport
 
 _SILENT = {
     "provisioner": "; its machines keep running and nothing enforces the budget: start it again (doll provision run), "
@@ -153,7 +153,7 @@ def inputs_audit_of(target: Target) -> JoinReport | HistoryReport | None:
     """Audit the join of the job, or its history; None: it has neither. Raise ServiceUnavailableError if the broker does
     not answer."""
     if isinstance(target.config.source, HistorySource):
-        from doll.producers.history_audit import audit_history
+        from doll.producers.history import audit_history
 
         target, services = reachable_kafka(target)
         return audit_history(target.config, services)

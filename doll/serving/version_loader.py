@@ -25,9 +25,8 @@ from doll.ledger.lineage import UpdatesRecord
 from doll.records.control import ServedStatus
 from doll.records.rollbacks import Rollback
 from doll.services import Services
-from doll.serving.job_facts import JobFacts
+from doll.serving.job_facts import JobFacts, ServedEvents
 from doll.serving.model_copies import Lane, ModelCopies, ModelCopy
-from doll.serving.served_events import ServedEvents
 from doll.storage.checkpoints import resolve_version
 from doll.storage.stores import open_blobs, open_store
 from doll.storage.version_marks import LATEST

@@ -29,7 +29,6 @@ class SpotAssignment:
 
     Attributes:
         spot: bool, shape (N,): True for each worker on spot. The slowest streams are put on spot first.
-        num_spot: number of workers on spot.
         expected_runtime_s: expected run time in seconds, Eq. (21), of this assignment.
         expected_cost_usd: expected cost in USD, Eq. (22), of this assignment.
         deadline_binds: whether one more worker on spot would be cheaper, but would miss the deadline.
@@ -62,7 +61,6 @@ def best_assignment(
         rates_per_s: λ_n, arrival rate of each worker's stream in samples per second.
         alpha: availability of spot, in [0, 1].
         deadline_s: θ, the remaining time in seconds.
-        prices: prices of the two markets.
         cycle_s: mean length of one up period plus one down period of a spot worker, seconds; required with `risk`.
         risk: accepted probability of missing the deadline, in (0, 0.5]. None: only the expected run time counts.
 

@@ -249,11 +249,7 @@ def _fit(
 
 @dataclass(frozen=True)
 class Pace:
-    """A loss curve and the duration of its steps.
-
-    Attributes:
-        step_s: mean seconds of a step.
-    """
+    """A loss curve and the duration of its steps."""
 
     curve: Curve
     step_s: float

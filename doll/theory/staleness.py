@@ -55,7 +55,6 @@ class Histogram:
 
     Attributes:
         counts: number of occurrences of each difference, by its `bucket`.
-        total: exact sum of the differences.
         older: number of differences of versions for which the meter had no clock any more; `counts` does not include
             them.
     """
@@ -145,7 +144,6 @@ class StalenessMeter:
         """
         Args:
             clocks: number of batches of each worker in version `version`.
-            version: the current version.
             history: number of changes of clocks that are kept, over all workers. 0: only reads of the newest version
                 are counted, which needs no memory.
             warm_up: number of first batches of each worker that are not counted as reads.

@@ -21,8 +21,7 @@ from doll.errors import ConfigError, DataLossError, DollError
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.local.forks import ForkServer
-from doll.producers.history import read_state
-from doll.producers.history_audit import audit_history
+from doll.producers.history import audit_history, read_state
 from doll.producers.main import run_producer
 from doll.services import Services
 from forked_commands import Program

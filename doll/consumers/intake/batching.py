@@ -76,7 +76,6 @@ class PartitionBatcher(Generic[R]):
         """Start at the first offset of batch `next_batch`.
 
         Args:
-            partition: number of the partition, for its batches.
             align: a range of empty batches begins and ends at multiples of this number, so that it consists of whole
                 waves.
             cuts: the known cuts; further cuts are added to this object. None: there are none yet.
@@ -142,7 +141,6 @@ class PartitionBatcher(Generic[R]):
 
         Args:
             offsets: ascending offsets, preferably a `range` if none is missing.
-            values: one value for each offset.
             leader_epoch: leader epoch of the last record; -1: unknown.
             envelopes, times_ms: one for each value in every call, or none in every call.
         """

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -274,7 +275,7 @@ def _combined(
     if len(forms) > 1 or is_ragged:
         # The majority of the batch decides, as if all samples had been decoded one by one.
         rows = rows + [row for part in parts for row in zip(part.places.tolist(), part.samples.rows(), strict=True)]
-        rows = _same_kind(_same_shape(sorted(rows, key=_place), reasons, is_ragged), reasons)
+        rows = _same_kind(_same_shape(sorted(rows, key=itemgetter(0)), reasons, is_ragged), reasons)
         rows = [row for row in rows if row[0] not in reasons]  # drop all samples of a value with a bad one
         parts = []
     if rows:
@@ -292,10 +293,6 @@ def _combined(
     places = np.concatenate([part.places for part in parts])
     order = np.argsort(places, kind="stable")  # several samples of one value stay in order
     return joined([part.samples for part in parts]).take(order.tolist()), places[order]
-
-
-def _place(row: _Row) -> int:
-    return row[0]
 
 
 def _form(row: SampleRow) -> tuple[Any, ...]:

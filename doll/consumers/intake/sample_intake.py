@@ -46,7 +46,6 @@ class PartitionStream:
     """The stream of one partition that a worker serves. Only its `SampleIntake` changes it.
 
     Attributes:
-        served: the partition's state in the core.
         reading: number that the reader's deliveries for this stream have. Earlier streams have other numbers.
         log_end: one above the last offset, when Kafka was last asked.
         progress_at_s: time at which a record was last read or decoded, or could not or need not arrive.
@@ -328,8 +327,9 @@ class SampleIntake:
         return ""
 
     async def _problem(self, stream: PartitionStream, unread: int) -> str:
-        now, number, end = time.monotonic(), stream.served.number, stream.log_end
-        if not unread or self._wants_no_records(number):
+        now, number, end, core = time.monotonic(), stream.served.number, stream.log_end, self._core
+        wants_none = not core.has_room or core.draining or number in self._decoded or bool(self._decoder.waiting_for)
+        if not unread or wants_none:
             stream.progress_at_s = now
         if problem := stall_problem(stream.progress_at_s, self._config.worker.stall_timeout_s):
             with contextlib.suppress(ServiceUnavailableError):
@@ -337,10 +337,6 @@ class SampleIntake:
                 if not await asyncio.get_running_loop().run_in_executor(None, self._channel.holds_record, *place):
                     stream.empty_until, stream.progress_at_s, problem = end, now, ""  # only transaction markers
         return problem if self.streams.get(number) is stream else ""
-
-    def _wants_no_records(self, number: int) -> bool:
-        core = self._core
-        return not core.has_room or core.draining or number in self._decoded or bool(self._decoder.waiting_for)
 
 
 def stall_problem(progress_at_s: float, timeout_s: float) -> str:

@@ -60,7 +60,6 @@ class Batch:
         number: number of the batch among the worker's batches, from the grant (`Grant.first`). Before the grant, it
             equals `number_in_partition`.
         data: the input of the gradient (not interpreted here).
-        num_samples: number of usable samples.
         order: position in the order in which the worker has read its batches; `WorkerCore` sets it.
     """
 

@@ -147,7 +147,6 @@ def calibrate(
         measure: "error_rate" (1 - held-out accuracy) or "loss" (held-out loss).
         target_error: ε in this measure. None: J(ε) is not estimated.
         step_size: η of the mean gradient, lr / (1 - momentum), for SGD. None: another optimizer.
-        rng: random numbers for the bootstrap.
 
     Raises:
         InfeasiblePlanError: the fitted noise floor is above the target and the run did not reach it.

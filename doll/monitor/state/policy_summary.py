@@ -20,9 +20,7 @@ class Staleness(msgspec.Struct, frozen=True):
     Attributes:
         mean: mean difference; None without reads.
         p99: 99 % of the reads are not staler than this difference; None without reads.
-        reads: number of differences in `histogram`.
         older_reads: number of differences that are not in it, because the version that was read is too old.
-        histogram: number of reads by difference.
     """
 
     mean: float | None

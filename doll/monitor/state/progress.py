@@ -62,10 +62,8 @@ class WorkerLine:
         control: channel of its grants and pushes: "local", "redis", "kafka", or "" if the worker is not live.
         restarts: number of processes that have replaced an earlier one of this worker.
         rate_per_s, computing, waiting_s: see `doll.monitor.state.rates.WorkerPace`.
-        partitions: number of partitions that it serves.
         batch_s: time for one of its batches, from grant to push.
         machine: its machine in words; "" if none is provisioned.
-        usd: cost of its machines.
         slow: description of its slowness; "" if it is not slow.
         is_spare: whether it is live and serves no partition.
         waiting_for: reason why it cannot decode records now; "" if it can.
@@ -173,7 +171,6 @@ class ProgressModel:
     """The state of a job, computed from the records of its topics `updates` and `metrics`.
 
     Args:
-        config: the job.
         started_s: monotonic seconds at the start; displayed times are relative to it.
         after_term: terms up to this one belong to earlier runs on the same topics.
     """

@@ -63,12 +63,10 @@ class VersionLine:
         saved_s: Unix time when it was saved.
         offsets: for each partition, the first offset of the job and the offset after the last learned one.
         policy, recipe: name of the policy, and the keys of `training` in the fingerprint.
-        elapsed_s: seconds of learning.
         prequential, held_out: losses and metrics by name; prequential ones are means over the last 50 updates.
         cost_usd: cost of provisioned machines until the version was saved.
         fingerprint: fingerprint of the job file and the model.
         code: checksum of the task's source.
-        aliases, is_pinned: its marks.
         notes: further remarks, one sentence each.
     """
 

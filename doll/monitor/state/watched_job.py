@@ -13,13 +13,14 @@ from typing import Any, Final
 import msgspec
 
 from doll.config import JobConfig
-from doll.monitor.state.continuity import Continuity
+from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.history import History
 from doll.monitor.state.market_history import MarketHistory
 from doll.monitor.state.progress import JobSnapshot, ProgressModel
 from doll.monitor.state.served_model import ServedModel
 from doll.process.metric_names import PROVISIONER
+from doll.provisioner.decision import by_text
 from doll.provisioner.planning.planner import slot_ranges
 from doll.records.control import (
     AnyRecord,
@@ -33,10 +34,86 @@ from doll.records.control import (
 )
 from doll.storage.version_marks import VersionMarks
 
+
+class Continuity:
+    """Checks that the updates apply each offset once: in each partition, each batch must begin where the one before
+    ended.
+
+    `doll audit` also reads the checkpoint, the dead letters and the log, and takes longer the longer the job has run.
+    This check takes a few operations per batch, so a page can show its result while the job runs.
+
+    Attributes:
+        until: per partition, one above the last offset in an update.
+        offsets: number of offsets in the updates, including updates that a rollback has undone.
+        missing, twice: number of offsets that no update contains, and number of offsets that two updates contain.
+        problem: the first missing or repeated offset in words; "" if there is none.
+    """
+
+    def __init__(self) -> None:
+        self._lineage = Lineage()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.until: dict[int, int] = {}
+        self.offsets = self.missing = self.twice = 0
+        self.problem = ""
+        # For each update that can be undone: version, number of offsets, and the earlier `until` of its partitions.
+        self._steps: deque[tuple[int, int, dict[int, int]]] = deque(maxlen=_MAX_STEPS)
+
+    def feed(self, record: UpdatesRecord) -> None:
+        """Process a record of `updates`."""
+        change = self._lineage.feed(record)
+        if change is LineageChange.FENCED:
+            return
+        if isinstance(record, TermStarted):
+            if change is LineageChange.GENERATION:
+                self._begin()
+            self._take_back(record.resumed_version)
+            if record.resumed_version == 0 or record.rolled_back_to >= 0:  # learned again, or skipped
+                self.until = dict(enumerate(record.origins))
+        elif isinstance(record, Update):
+            self._add(record)
+
+    def durable(self, version: int) -> None:
+        """Record that updates up to `version` are in a checkpoint, so that they cannot be undone."""
+        while self._steps and self._steps[0][0] <= version:
+            self._steps.popleft()
+
+    def _add(self, update: Update) -> None:
+        before: dict[int, int] = {}
+        offsets = 0
+        for member in update.members:
+            # The beginning of the log may have been deleted.
+            until = self.until.get(member.partition, member.lo)
+            if member.lo != until:
+                self._differs(update.version, member.partition, until, member.lo)
+            before.setdefault(member.partition, until)
+            self.until[member.partition] = member.hi
+            offsets += member.hi - member.lo
+        self.offsets += offsets
+        self._steps.append((update.version, offsets, before))
+
+    def _differs(self, version: int, partition: int, until: int, lo: int) -> None:
+        if lo > until:
+            self.missing += lo - until
+        else:
+            self.twice += until - lo
+        if not self.problem:
+            what = f"{until}-{lo - 1} in no update" if lo > until else f"{lo}-{until - 1} in two updates"
+            self.problem = f"partition {partition}: offsets {what}, by update {version}"
+
+    def _take_back(self, version: int) -> None:
+        while self._steps and self._steps[-1][0] > version:
+            _, offsets, before = self._steps.pop()
+            self.offsets -= offsets
+            self.until |= before
+
+
 MAX_LETTERS: Final = 200
 MAX_PAYLOAD_BYTES: Final = 1_024  # limit for a dead letter
 MAX_DECISIONS: Final = 200
 MAX_EVENTS: Final = 500
+_MAX_STEPS: Final = 100_000  # updates that can be undone; checkpoints are far more frequent
 
 Event = tuple[float, str]  # Unix seconds, and the event in words
 
@@ -86,10 +163,7 @@ class Decisions:
             measured: values of the provisioner's last `Metric`, which contains the other numbers.
         """
         fields = msgspec.to_builtins(record)
-        slots: dict[str, list[int]] = {}
-        for slot, reason in enumerate(record.reason_of):
-            slots.setdefault(record.reasons[reason], []).append(slot)
-        reasons = {reason: slot_ranges(which) for reason, which in slots.items()}
+        reasons = by_text({slot: record.reasons[reason] for slot, reason in enumerate(record.reason_of)})
         self.add({**measured, **fields, "elapsed_s": record.time_s - record.started_s, "reasons": reasons})
 
 

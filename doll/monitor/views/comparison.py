@@ -69,8 +69,6 @@ class LossCurve:
 
     Attributes:
         seconds: seconds since the first update.
-        samples: number of samples in the model.
-        versions: version number of the model.
     """
 
     seconds: Series
@@ -118,7 +116,6 @@ class PolicyRun:
         seconds: seconds of learning, from the first update to the last one.
         usd: cost of its workers for this time; NaN without a price.
         step_factor, step_samples: see `doll.config.step_size`; NaN if not known.
-        seed: the job's seed in this run.
     """
 
     label: str
@@ -168,7 +165,6 @@ def read_run(label: str, folder: Path, *, usd_per_h: float, seed: int = 0) -> Po
 
     Args:
         usd_per_h: price of all workers, USD per hour; NaN if not known.
-        seed: the job's seed.
     """
     try:
         report = read_json(folder / "report.json")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import doll
-from doll.amounts import aligned, clock, number, usd
+from doll.amounts import clock, number, usd
 from doll.config.step_size import advice, step_factor, step_samples, step_text
 from doll.ledger.balance import LedgerReport
 from doll.monitor.state.freshness import freshness_text
@@ -28,8 +28,6 @@ class RunOutcome:
         error: the error; None if the job ended normally.
         seconds: seconds of this session from the start of the first role to the end of learning.
         started_at_s: Unix time when this session began; earlier updates belong to earlier sessions of the run.
-        restarts: number of restarts of each role.
-        extra: further fields of the report.
     """
 
     reason: str
@@ -198,13 +196,11 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(f"  {report['freshness_text']}")
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
-    lines += report.get("lines", [])  # lines of the run's hook
+    lines += report.get("lines", [])  # lines of the run's hook, or of a drill
     if report.get("ec2_estimate") and "cost_usd" not in report:
         lines.append(f"  {_on_ec2(report['ec2_estimate'])}")
     lines.extend(f"  note: {note}" for note in report["notes"])
     lines.extend(f"  {name}: {path}" for name, path in report["files"].items())
-    if "recovery_s_by_kind" in report:
-        lines.extend(drill_lines(report))
     return "\n".join(lines)
 
 
@@ -249,52 +245,4 @@ def _worsened(report: Mapping[str, Any]) -> str:
         f"the loss ended far above its best ({', '.join(bests) or 'it was never finite'}): look for bad samples "
         "(doll dead list), a stream that has changed, or a learning rate that is too high (training.optimizer.lr, "
         "training.clip_norm); an earlier checkpoint may be better"
-    )
-
-
-def drill_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return the recovery times by kind of fault, and the result of the audit, as lines of text."""
-    num_faults = sum(report["faults"].values())
-    spreads = {**report["recovery_s_by_kind"], "all": report["recovery_s"]}
-    rows = [("fault", "count", "p50 s", "max s")]
-    for name, count in {**report["faults"], "all": num_faults}.items():
-        p50, most = ("-" if spreads[name][key] is None else f"{spreads[name][key]:.2f}" for key in ("p50", "max"))
-        rows.append((name, str(count), p50, most))
-    audit, replay = report["audit"], report.get("replay")
-    per_record = report["batch_size"] // report["records_per_batch"]
-    lost, duplicated = (
-        "unknown (no audit)" if audit is None else audit[name] * per_record for name in ("missing", "duplicate")
-    )
-    lines = [
-        "drill: seconds from a fault to the next update",
-        *(f"  {line}" for line in aligned(rows)),
-        f"  recoveries {report['recoveries']} of {num_faults}, samples lost {lost}, samples duplicated {duplicated}",
-        control_line(report["control"]),
-        set_line(report["sets"]),
-    ]
-    if replay is not None:
-        equal = f"{replay['checkpoints']} checkpoints of {replay['terms']} terms equal to the bit"
-        lines.append(f"  replay: {'; '.join(replay['differences']) or equal}")
-    return lines
-
-
-def control_line(control: Mapping[str, Any]) -> str:
-    """Return how often the links of grants and pushes were opened and lost in a drill."""
-    if control["kind"] == "kafka":
-        return "  control channel kafka"
-    opened = ", ".join(f"{count} {link}" for link, count in control["links_opened"].items() if count)
-    return (
-        f"  control channel {control['kind']}: links opened {opened or 0}, broken {control['links_broken']}, refused "
-        f"{control['links_refused']}; live workers fell back to Kafka {control['fallbacks']} times and came back "
-        f"{control['returns']} times"
-    )
-
-
-def set_line(sets: Mapping[str, Any]) -> str:
-    """Return the sets that were applied in a drill, and the batches that were requeued."""
-    causes = ", ".join(f"{cause} {count}" for cause, count in sets["requeued_by_cause"].items())
-    return (
-        f"  sets: {sets['applied']} applied, {sets['applied_with_several_batches']} of them with 2 to "
-        f"{sets['max_batches']} batches; batches requeued: {sets['requeued_batches']} ({causes or 'none'}), "
-        f"{sets['requeued_together']} times several at once"
     )

@@ -33,18 +33,14 @@ def one_line(snapshot: JobSnapshot, stop: StopConfig) -> str:
     if snapshot.lost:
         parts.append(f"{count(snapshot.lost)} records lost")
     if not snapshot.version:
-        parts = ["waiting for the first update" + _readiness(snapshot)]
+        live = sum(line.is_live is True for line in snapshot.workers)
+        sent = "" if snapshot.sent is None else f", {snapshot.sent} samples sent"
+        parts = [f"waiting for the first update ({live} of {len(snapshot.workers)} workers live{sent})"]
     if dead := snapshot.dead.text():
         parts.append(dead)
     if snapshot.costs:
         parts.append(snapshot.costs)
     return ", ".join(parts)
-
-
-def _readiness(snapshot: JobSnapshot) -> str:
-    live = sum(line.is_live is True for line in snapshot.workers)
-    sent = "" if snapshot.sent is None else f", {snapshot.sent} samples sent"
-    return f" ({live} of {len(snapshot.workers)} workers live{sent})"
 
 
 def with_error(name: str, values: Mapping[str, float]) -> str:

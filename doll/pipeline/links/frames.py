@@ -93,7 +93,6 @@ def encode(header: bytes, arrays: Sequence[Array], max_message_bytes: int) -> by
     """Return the prefix, the table and the header of a frame.
 
     Args:
-        header: header of the message.
         arrays: arrays as `as_sent` returns them.
         max_message_bytes: maximum size of all arrays together.
 

@@ -174,7 +174,6 @@ class StageLink:
     def _fill(self, view: memoryview, read_bytes: int) -> None:
         """
         Args:
-            view: memory to fill.
             read_bytes: number of bytes of the message that were already read.
         """
         while view:

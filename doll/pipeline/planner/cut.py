@@ -11,7 +11,6 @@ from doll.config import JobConfig
 from doll.errors import ConfigError, TaskError
 from doll.pipeline.planner.profiled import load_profile, stops_by_profile
 from doll.pipeline.profiling.layers import Layer, chain, check_cut, layers_of, trial_input
-from doll.pipeline.profiling.profile import Profile
 from doll.task import passes
 from doll.task.base import Task
 from doll.task.batches import SampleBatch
@@ -37,8 +36,9 @@ def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> l
     elif pipeline.profile is not None:
         profile = load_profile(config)
         if [layer.name for layer in profile.layers] != names:
+            few = ", ".join(layer.name for layer in profile.layers[:8])
             raise ConfigError(
-                f"worker.pipeline.profile: {pipeline.profile} has the layers {_few(profile)}, the job's model has "
+                f"worker.pipeline.profile: {pipeline.profile} has the layers {few}, the job's model has "
                 f"{', '.join(names[:8])}: profile it again (doll profile JOB.yaml --out {pipeline.profile.name})"
             )
         stops = stops_by_profile(config, profile, worker)
@@ -95,10 +95,6 @@ def even_stops(sizes: Sequence[int], parts: int) -> list[int]:
     for starts in reversed(begins):
         stops.insert(0, starts[stops[0]])
     return stops
-
-
-def _few(profile: Profile) -> str:
-    return ", ".join(layer.name for layer in profile.layers[:8])
 
 
 def _named_stops(names: Sequence[str], wanted: Sequence[Sequence[str]]) -> list[int]:

@@ -67,9 +67,7 @@ class MemoryRule:
         """Return the memory of one stage in bytes; an array if `size` contains arrays.
 
         Args:
-            size: sizes of the stage's layers.
             in_flight: N_m, the number of minibatches in flight.
-            is_last: whether it is the last stage.
         """
         kept = 1 if is_last else in_flight
         weights = (1.0 + self.optimizer_multiplier + kept) * size.parameter_bytes
@@ -81,10 +79,8 @@ def stops_in_order(profile: Profile, devices: Sequence[Device], *, in_flight: in
     """Return the end of each stage in the partition with the smallest bottleneck, then the smallest sum of times.
 
     Args:
-        profile: profile of the model's layers.
         devices: one device for each stage, in the order of the stages; at most as many as layers.
         in_flight: N_m, the number of minibatches in flight.
-        memory: rule for the memory of a stage.
 
     Raises:
         DoesNotFitError: no partition fits.
@@ -178,10 +174,7 @@ def furthest_text(names: Sequence[str], first: int, stop: int, over: int, used: 
     """Describe a partition of the layers before `first` on the devices `used`, which leaves layers [first, stop).
 
     Args:
-        names: names of the layers.
-        first, stop: the layers that are left.
         over: index of the first of these layers that is too large for its device.
-        used: names of the devices.
     """
     at_best = f" at best, {_layers(names[:first])} on {', '.join(used)}; then" if used else ""
     too_many = f" ({names[over]!r} is the first too many)" if stop > first + 1 else ""

@@ -81,9 +81,6 @@ class Profile:
     """The layers of one model, first layer first.
 
     Attributes:
-        batch_size: number of samples of the minibatch.
-        device: name of the profiled device.
-        input_bytes: size of the minibatch's input.
         times_by_device: (forward_s, backward_s) of each layer, by the name of the device on which they were measured.
     """
 

@@ -53,7 +53,6 @@ def profile_layers(
     The loss is measured with the last layer. Layers are moved to `device`.
 
     Args:
-        model: name of the model, for the file.
         progress: function that is called with the number of measured layers.
 
     Raises:

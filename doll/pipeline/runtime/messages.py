@@ -21,7 +21,6 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A minibatch is complete: each stage applies its gradient as a step, or drops it, and frees its slot.
 
     Attributes:
-        batch: number of the minibatch in the worker's stream.
         slot: slot of its gradient; -1: no gradient.
         scale: factor that makes the gradient the mean; 0: the gradient is dropped.
         weight: sum of the weights of the minibatch's samples.
@@ -75,7 +74,6 @@ class StageOrders(_Message, frozen=True):
     """The orders between two minibatches.
 
     Attributes:
-        commits: commits to apply first.
         forget_from: the steps of this batch and of later ones are void; None: no steps are void.
         store: write the sum of the steps of the wave that ends below this batch to the shared file; None: write none.
         show: write the weights, with all own steps, to the shared file.

@@ -52,7 +52,6 @@ def ranges_of(stage: FlatModel, homes: dict[str, int]) -> tuple[VectorRange, ...
     """Return the parts of `stage.flat` that are contiguous in the model's vector, in order.
 
     Args:
-        stage: the stage's weights.
         homes: index in the model's vector (`home`) of each tensor of the stage's module, by its name in this module.
 
     Raises:
@@ -145,9 +144,7 @@ class Stage:
     ) -> None:  # fmt: skip
         """
         Args:
-            task: the task.
             whole: the undivided model; `layers` are a part of its module, and are removed from it.
-            layers: layers of this stage.
             slots: N_m, the number of minibatches in flight.
             is_limited: whether the device's memory is limited; data that is not needed for computing is then in a file.
 
@@ -282,8 +279,6 @@ class Stage:
         `x` and the output are arrays, or dicts, tuples and lists of arrays.
 
         Args:
-            slot: slot of the minibatch.
-            num_samples: number of samples of the minibatch.
             weight: sum of the samples' weights; -1: the number of samples.
             group: groups of the samples, see `Task.forward`.
             seed: seed of the random numbers of this pass and of the loss. None: the generators are not seeded again.
@@ -352,7 +347,6 @@ class Stage:
         """Run the backward pass. Afterwards the slot holds the gradient instead of the weights.
 
         Args:
-            slot: slot of the minibatch.
             gradients_of: gradient of each output; empty at the last stage, or if no output has a gradient.
         """
         item = self._in_flight[slot]

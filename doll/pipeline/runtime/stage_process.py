@@ -85,9 +85,7 @@ class StageProcess:
         """
         Args:
             make_stage: function that creates the stage, called in this process.
-            links: links of the stage.
             shared: vectors that are shared with the other processes.
-            number: number of the stage, from 0.
             fingerprint: fingerprint of the model and settings that this process runs.
             slowdown: factor by which each task is slowed down.
         """
@@ -154,7 +152,8 @@ class StageProcess:
                 room.register(self._links.control, selectors.EVENT_WRITE)
                 while True:
                     for key, _ in selector.select(ALIVE_EVERY_S):
-                        self._deliver(*key.fileobj.receive())  # type: ignore[union-attr]
+                        header, arrays = key.fileobj.receive()  # type: ignore[union-attr]
+                        self._inbox.put((decode(header), arrays))
                     if self._clock() - alive_at_s >= ALIVE_EVERY_S:
                         alive_at_s = self._clock()
                         # A coordinator that waits for its server does not read, so sends to it must not block.
@@ -169,10 +168,6 @@ class StageProcess:
             self._log(exc)
         finally:
             self._inbox.put(None)
-
-    def _deliver(self, header: bytes, arrays: list[Array]) -> None:
-        message = decode(header)
-        self._inbox.put((message, arrays))
 
     # --- the thread that computes -----------------------------------------------------------------------------------
 

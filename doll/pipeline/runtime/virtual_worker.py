@@ -196,7 +196,6 @@ class VirtualWorkerCore:
         granted again together.
 
         Args:
-            submitted: the minibatch.
             weights: newest version that its grant names.
 
         Raises:
@@ -309,7 +308,6 @@ class VirtualWorkerCore:
         """Report that the gradient of this minibatch is at all stages.
 
         Args:
-            batch: number of the minibatch.
             scale: factor for the gradient; 0: the gradient is dropped, because no sample is usable.
             weight: sum of the weights of the usable samples.
             lr_factor: factor of the learning rate of the step.

@@ -43,7 +43,6 @@ class Stream:
     Attributes:
         number, count: number of the stream, 0 .. count - 1, and number of streams.
         sent: number of samples that the stream already contains.
-        seed: seed of the job.
         max_record_bytes: maximum size of a record; a larger record is refused.
         position: number of samples of the source that the stream got before; 0 for sources without positions.
     """

@@ -23,9 +23,6 @@ class CsvColumns:
 
     def __init__(self, path: Path, header: bytes, columns: Sequence[str], delimiter: str) -> None:
         """
-        Args:
-            header: first line of the file.
-
         Raises:
             ConfigError: the header does not name all columns, or names a column twice.
         """
@@ -51,7 +48,6 @@ class CsvColumns:
         columns accepts: a worker refuses it and stores it as a dead letter.
 
         Args:
-            lines: lines of the file.
             rows: number of each line, counted over all repetitions, for the log.
         """
         logged = 0

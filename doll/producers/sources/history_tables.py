@@ -13,7 +13,7 @@ import io
 import posixpath
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,11 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow import fs
 
+from doll.config.source import HistorySource
 from doll.errors import ConfigError
 from doll.extras import lacking
 from doll.producers.handover import FileMark, identity
 from doll.producers.sources.table_rows import Unreadable, check_columns, values_of, without_views
-
-if TYPE_CHECKING:
-    from doll.config.source import HistorySource
 
 _NO_TIME: Final = np.iinfo(np.int64).min  # of a row without a time: it comes before the others of its piece
 _US_PER_UNIT: Final = {"s": 1_000_000, "ms": 1_000, "us": 1, "ns": 1}

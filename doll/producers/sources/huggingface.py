@@ -13,16 +13,11 @@ from doll.producers.sources.table_rows import BLOCK_ROWS, check_columns
 
 
 class DatasetRows:
-    """The rows of a data set. See `table_rows.TableRows`.
-
-    Attributes:
-        count: number of rows.
-    """
+    """The rows of a data set. See `table_rows.TableRows`."""
 
     def __init__(self, path: Path, split: str | None, columns: Sequence[str]) -> None:
         """
         Args:
-            path: folder of the data set.
             split: name of the split in a `DatasetDict`. None: the folder contains a single data set.
             columns: names of the columns to read; empty: all.
 

@@ -22,16 +22,11 @@ class _File(NamedTuple):
 
 
 class ParquetFiles:
-    """One file, or the files of a folder in the order of their names. See `table_rows.TableRows`.
-
-    Attributes:
-        count: number of rows of all files.
-    """
+    """One file, or the files of a folder in the order of their names. See `table_rows.TableRows`."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         """
         Args:
-            path: the file or the folder.
             columns: names of the columns to read; empty: all.
 
         Raises:

@@ -156,7 +156,6 @@ def check_columns(origin: str, schema: Any, columns: Sequence[str]) -> None:
     """Check that the columns exist, and can be written as JSON.
 
     Args:
-        origin: source of the schema, for messages.
         columns: names of the columns; empty: all columns of the schema.
 
     Raises:

@@ -242,7 +242,6 @@ def re_estimated(
     Args:
         samples: samples in the model at each held-out evaluation, ascending, shape (m,).
         errors: held-out error of each evaluation, above 0, shape (m,); `target_error` is ε in the same measure.
-        rng: random generator for the bootstrap.
 
     Raises:
         ValueError: an error is not above 0, or the samples are not ascending.

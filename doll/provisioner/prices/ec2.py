@@ -133,7 +133,8 @@ class OnDemandPrices:
         """Return the best known price; None if there is none."""
         if instance_type not in self._known_usd:
             kept = self._kept(instance_type)
-            price = kept if kept is not None and self._is_fresh(kept) else self._asked(instance_type) or kept
+            age_days = math.inf if kept is None else (self.today() - date.fromisoformat(kept.as_of)).days
+            price = kept if age_days < KEEP_ON_DEMAND_DAYS else self._asked(instance_type) or kept
             price = price or shipped_prices(self.region).get(instance_type)
             if price is None:
                 return None
@@ -141,9 +142,6 @@ class OnDemandPrices:
             log.info("on_demand_price", instance_type=instance_type, usd_per_h=price.usd_per_h, source=price.source,
                      as_of=price.as_of)  # fmt: skip
         return self._known_usd[instance_type]
-
-    def _is_fresh(self, price: OnDemandPrice) -> bool:
-        return (self.today() - date.fromisoformat(price.as_of)).days < KEEP_ON_DEMAND_DAYS
 
     def _asked(self, instance_type: str) -> OnDemandPrice | None:
         if self.client is None:

@@ -52,10 +52,18 @@ class SpotMarket:
     """N slots, each with its own intervals, in one market with one price of a machine. Raises ConfigError for an
     invalid number.
 
+    Args:
+        spans: spans (up, market seconds) of each slot from the opening on, without end; see `Preemption.spans`.
+        prices: spot price, USD per market hour over market seconds; repeated after its end.
+        on_demand_usd_per_h: on-demand price, USD per market hour.
+        no_notice_share: share of the up intervals that end without notice; `seed` chooses them.
+        offset_s: market seconds in `prices` after its first time at which the market opens.
+
     Attributes:
         name: name of the pool or of the chain.
         speed_up: market seconds per wall second.
-        notice_s: wall seconds between the end of an up interval and the end of its machine.
+        notice_s: wall seconds between the end of an up interval and the end of its machine, for any `speed_up`, because
+            a worker cannot leave faster.
         machines_per_slot: k; the machines of a slot are available together, and get their notices together.
         alpha: share of the time for which a slot's machines are available, according to the source.
     """
@@ -75,20 +83,6 @@ class SpotMarket:
         offset_s: float = 0.0,
         machines_per_slot: int = 1,
     ) -> None:
-        """
-        Args:
-            spans: spans (up, market seconds) of each slot from the opening on, without end; see `Preemption.spans`.
-            prices: spot price, USD per market hour over market seconds; repeated after its end.
-            on_demand_usd_per_h: on-demand price, USD per market hour.
-            name: name of the pool or of the chain.
-            speed_up: market seconds per wall second.
-            notice_s: wall seconds between notice and end. This time does not depend on `speed_up`, because a worker
-                cannot leave faster.
-            no_notice_share: share of the up intervals that end without notice.
-            seed: seed for the choice of these intervals.
-            offset_s: market seconds in `prices` after its first time at which the market opens.
-            machines_per_slot: k; `spans` are the times in which all k machines of a slot are available.
-        """
         if not 0 < speed_up < math.inf or not 0 <= notice_s < math.inf or not 0 <= no_notice_share <= 1:
             raise ConfigError(
                 f"expected a speed-up above 0, a notice of 0 s or more and a share without notice in [0, 1], got "
@@ -203,7 +197,8 @@ class SpotMarket:
         return self._on_demand * self.speed_up
 
     def spot_usd_per_h(self, at_s: float) -> float:
-        return float(self._prices.at(np.array([self._place(at_s)]))[0]) * self.speed_up
+        place_s = float(self._prices.times_s[0]) + (self._offset_s + at_s * self.speed_up) % self._period_s
+        return float(self._prices.at(np.array([place_s]))[0]) * self.speed_up
 
     def prices(self, at_s: float) -> Prices:
         return Prices(self.spot_usd_per_h(at_s), self.on_demand_usd_per_h)
@@ -223,9 +218,6 @@ class SpotMarket:
 
     def _lap(self, at_s: float) -> float:
         return (self._offset_s + at_s * self.speed_up) // self._period_s
-
-    def _place(self, at_s: float) -> float:
-        return float(self._prices.times_s[0]) + (self._offset_s + at_s * self.speed_up) % self._period_s
 
 
 class MarketClock:

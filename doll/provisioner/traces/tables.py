@@ -12,7 +12,6 @@ import io
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -81,12 +80,3 @@ def number(row: Mapping[str, str], column: str, where: str) -> float:
     if not abs(value) <= MAX_NUMBER:
         raise ConfigError(f"{where}: expected a number in {column}, got {short(row[column], 60)!r}")
     return value
-
-
-def moment(text: str, where: str) -> datetime:
-    """Return an ISO 8601 time in UTC; a time without a zone is UTC. Raises ConfigError for any other text."""
-    try:
-        at = datetime.fromisoformat(text)
-        return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(f"{where}: expected a time like 2015-03-11T10:34:42Z, got {short(text, 60)!r}") from error

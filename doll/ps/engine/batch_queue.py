@@ -27,8 +27,6 @@ class ActiveGrant:
     Attributes:
         number: number of the grant, unique in one term.
         worker: number of the worker from whose queue the batch was granted.
-        partition, batch_id: the partition and the id of the batch.
-        batch: the worker's number of the batch.
         version: version of the weights that the grant names, current when it was made.
         min_version: version of the oldest weights that the policy allows for the batch.
         included: number of the worker's batches that are in `version`.

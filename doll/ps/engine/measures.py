@@ -1,15 +1,19 @@
-"""The measures of a consistency policy: staleness, blocked time and bytes, in live jobs and simulations. Pure.
+"""The measures of a consistency policy (staleness, blocked time, bytes), in live jobs and simulations, and those of
+freshness. Pure.
 
 Measuring a batch takes a few microseconds (about one under exact versions), for any number of workers.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Final
 
+from doll.config.freshness import FreshnessConfig
 from doll.ps.engine.engine import VOID, Engine
 from doll.ps.engine.events import AppliedSet, ApplyUpdate
 from doll.records.control import Measures
+from doll.records.event_times import NO_LATENCIES, EventTimes
 from doll.storage.sections import WireSize
 from doll.theory.staleness import ALL_UP_TO, HISTORY, StalenessMeter
 
@@ -141,3 +145,25 @@ class PolicyMeasures:
             row_request_bytes=self._row_request_bytes,
             void_batches=self._engine.counters[VOID] - self._engine.start.counters.get(VOID, 0),
         )
+
+
+class FreshnessMeter:
+    """The latencies of one parameter server, since its start."""
+
+    def __init__(self, config: FreshnessConfig) -> None:
+        self.learned = self.durable = NO_LATENCIES
+        self._config = config
+        self._waiting: deque[tuple[int, EventTimes]] = deque()  # batches by version that are not durable
+
+    def applied(self, update: ApplyUpdate, at_s: float) -> None:
+        """Count the records of an update that has made a version."""
+        limits_s = self._config.event_to_learned_s, self._config.max_ahead_s
+        for item in (item for applied in update.sets for item in applied.push.batches):
+            self.learned = self.learned.with_batch(item.known_times, at_s, *limits_s)
+            self._waiting.append((update.version, item.known_times))
+
+    def stored(self, version: int, at_s: float) -> None:
+        """Count the records that the checkpoint of `version` has made durable."""
+        limits_s = self._config.event_to_durable_s, self._config.max_ahead_s
+        while self._waiting and self._waiting[0][0] <= version:
+            self.durable = self.durable.with_batch(self._waiting.popleft()[1], at_s, *limits_s)

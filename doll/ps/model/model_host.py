@@ -56,9 +56,7 @@ class FetchOutcome(NamedTuple):
     """The outcome of a FetchGradient.
 
     Attributes:
-        event: event for the engine.
         blob: the gradient as the worker stored it, for the event log; None if the gradient was lost.
-        num_sent: number of values in the blob.
         plain_row_bytes: size of the gradient's table rows before coding, with 8 bytes for each key.
     """
 

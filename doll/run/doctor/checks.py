@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from doll.amounts import aligned
+from doll.config import JobConfig
+from doll.config.join import JoinConfig
+from doll.kafka.facts import KafkaFacts, StreamFacts
 from doll.kafka.permissions import Permission, Role, allow_command, lacking, needed
 from doll.kafka.topic_plan import (
     RECORD_LIMIT_BYTES,
@@ -20,12 +23,7 @@ from doll.kafka.topic_plan import (
 )
 from doll.records.check import Check, Result
 from doll.records.record_sizes import COMPRESSED, status_bytes, update_bytes
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.config.join import JoinConfig
-    from doll.kafka.facts import KafkaFacts, StreamFacts
-    from doll.storage.redis_facts import RedisFacts
+from doll.storage.redis_facts import RedisFacts
 
 _SLOW_S: Final = 0.05
 _MAX_SKEW_S: Final = 2.0
@@ -36,11 +34,7 @@ _COUNTED: tuple[Result, ...] = ("failed", "warning", "unknown")
 
 
 def check_certificate(name: str, left_s: float) -> Check:
-    """Check that a certificate is valid.
-
-    Args:
-        left_s: seconds until it expires.
-    """
+    """Check that a certificate is valid."""
     if left_s <= 0:
         return Check(name, "failed", f"expired {-left_s / _DAY_S:.1f} days ago", "renew it")
     detail = f"expires in {left_s / _DAY_S:.1f} days"
@@ -78,7 +72,6 @@ def check_kafka(
     """Yield all checks of Kafka, except those of its addresses.
 
     Args:
-        principal: principal of this process, for ACLs.
         now_s: time of this machine's clock, Unix seconds.
     """
     log_in = f"Kafka: log in as {principal}"

@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import urlsplit
 
+from doll.config import JobConfig
 from doll.config.fleets import Ec2FleetConfig, KubernetesFleetConfig, RayFleetConfig
 from doll.config.format import AvroFormat
 from doll.errors import ConfigError, DollError
@@ -33,14 +34,10 @@ from doll.run.doctor.checks import (
     check_unasked,
 )
 from doll.run.doctor.network import ask_address, tcp_settings, tls_context
-from doll.services import KAFKA_CA_ENV, REDIS_CA_ENV, REDIS_ENV, parse_redis
+from doll.run.target import Target
+from doll.services import KAFKA_CA_ENV, REDIS_CA_ENV, REDIS_ENV, Services, parse_redis
 from doll.storage.redis_diagnosis import ask_redis
 from doll.storage.stores import checkpoint_location, open_store
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.run.target import Target
-    from doll.services import Services
 
 _MAX_BROKERS: Final = 30
 _WITH_REDIS: Final = frozenset({"worker", "server", "evaluator"})

@@ -10,7 +10,7 @@ from doll.local.processes import describe_exit
 from doll.local.processes import tail as last_lines
 from doll.local.supervisor import Restart
 from doll.monitor.state.folder_logs import append_event
-from doll.monitor.state.progress import JobSnapshot, ProgressModel
+from doll.monitor.state.progress import ProgressModel
 from doll.monitor.state.watched_job import ProcessEvent
 from doll.records.control import AnyRecord
 from doll.run.local.context import LocalRun
@@ -51,7 +51,7 @@ class RunFollower:
             ends = self._tail.partition_ends(self._run.config.topic("samples"))
             if ends is not None:
                 self.model.observe_ends(time.monotonic(), ends)
-        self._run.display.show(self._snapshot)
+        self._run.display.show(lambda: self._run.hook.with_status(self.model.snapshot(time.monotonic())))
 
     def read_to_end(self) -> None:
         """Process all records that exist now."""
@@ -94,9 +94,6 @@ class RunFollower:
         """Record that a local broker or Redis has died and is restarted."""
         self.restarts[key] += 1
         self.add_event(f"{name} died: restarting it", restarted=key)
-
-    def _snapshot(self) -> JobSnapshot:
-        return self._run.hook.with_status(self.model.snapshot(time.monotonic()))
 
     def _feed(self, topic: str, offset: int, record: AnyRecord) -> None:
         num_events = len(self.model.all_events)

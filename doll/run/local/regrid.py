@@ -53,9 +53,6 @@ class NewGrid:
     def overrides(self, config: JobConfig) -> list[str]:
         """Return the changes as overrides of the job file.
 
-        Args:
-            config: the job before the changes.
-
         Raises:
             ConfigError: the policy does not exist.
         """

@@ -134,9 +134,6 @@ def run_in(
 def check_runnable(config: JobConfig, *, begins: bool = True) -> None:
     """Check everything that can be checked before a process is started.
 
-    Args:
-        begins: whether the run is new.
-
     Raises:
         ConfigError: the job cannot be run this way.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from doll.storage.stores import open_store
 
 from doll_lab.drill.fault_injector import FaultInjector
 from doll_lab.drill.replay_check import check_replay
+from doll_lab.drill.report_lines import drill_lines
 from doll_lab.drill.routes import RoleRelays
 
 if TYPE_CHECKING:
@@ -93,5 +95,7 @@ def run_drill(
     if replay:
         newest = open_store(endless, run.path).load_newest(None)
         report["replay"] = asdict(check_replay(endless, run.path / "events", newest))
+    report["lines"] = drill_lines(report)
+    with suppress(OSError):  # `run_up` has said so
         write_json(run.report, report)
     return report, _problem(report, len(drill.poisoned)) if report["exit_code"] == 0 else None

@@ -13,12 +13,13 @@ from doll.config.policy import PolicyConfig
 from doll.errors import ConfigError
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.prices.shipped import with_prices
-from doll.provisioner.traces.availability import Markov, Preemption, RecordedAvailability, WholeWorkers, pool_of_workers
+from doll.provisioner.traces.availability import Markov, Preemption, pool_of_workers
 from doll.provisioner.traces.recordings import pool_of
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.run.target import open_target
 from doll.theory.preemption import gang_availability
 
+from doll_lab.simulation.availability import RecordedAvailability, WholeWorkers
 from doll_lab.simulation.provisioning import PlannerProvisioner
 from doll_lab.simulation.report import Summary, group_size, summarise
 from doll_lab.simulation.settings import SimulationSettings

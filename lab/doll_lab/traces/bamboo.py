@@ -10,10 +10,10 @@ import numpy as np
 from doll.errors import ConfigError
 from doll.provisioner.traces.model import MAX_MACHINES, TraceSet
 from doll.provisioner.traces.recordings import Parts
-from doll.provisioner.traces.tables import moment, number, text_lines
+from doll.provisioner.traces.tables import number, text_lines
 from doll.records.bounded import short
 
-from doll_lab.traces.form import MAX_HEADER_CHARS, TraceFormat, steps, unpriced
+from doll_lab.traces.form import MAX_HEADER_CHARS, TraceFormat, moment, steps, unpriced
 
 _EVENT = re.compile(r"\s*[-+.\de]+\s*,\s*(add|remove)\s*,[^,]*", re.IGNORECASE)
 _COUNT = re.compile(r"\s*\d{4}-\d\d-\d\d\s*,\s*\d\d:\d\d(:\d\d)?\s*,\s*\d+\s*")

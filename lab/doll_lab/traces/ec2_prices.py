@@ -10,9 +10,9 @@ import numpy as np
 from doll.errors import ConfigError
 from doll.provisioner.traces.model import Pool, Series, TraceSet, up_at_bid
 from doll.provisioner.traces.recordings import Parts
-from doll.provisioner.traces.tables import moment, number, rows
+from doll.provisioner.traces.tables import number, rows
 
-from doll_lab.traces.form import TraceFormat, columns_of, nothing_in
+from doll_lab.traces.form import TraceFormat, columns_of, moment, nothing_in
 
 # On-demand prices of Linux in us-east-1, USD per hour, as AWS listed them at the time of the recording. Written down
 # from memory in November 2026, because AWS keeps no old price list. c3.xlarge of 2015 agrees with the notes of the

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 from doll.errors import ConfigError
 from doll.provisioner.traces.model import Pool, Series, constant
 from doll.provisioner.traces.recordings import Loader, Parts
+from doll.records.bounded import short
 
 # Prices of the DOLL paper's worker (c5.xlarge, ca-central-1, 2021), for recordings without prices: only the
 # ratio matters, and 0.55 is an expensive spot market.
@@ -57,3 +59,12 @@ def nothing_in(path: Path, skipped: Parts) -> ConfigError:
     reasons = [f"{what}: {why}" for what, why in skipped[:3]]
     more = [f"and {len(skipped) - 3} more"] if len(skipped) > 3 else []
     return ConfigError(f"{path}: " + ("; ".join([*reasons, *more]) or "expected a recording, got no line of one"))
+
+
+def moment(text: str, where: str) -> datetime:
+    """Return an ISO 8601 time in UTC; a time without a zone is UTC. Raises ConfigError for any other text."""
+    try:
+        at = datetime.fromisoformat(text)
+        return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{where}: expected a time like 2015-03-11T10:34:42Z, got {short(text, 60)!r}") from error

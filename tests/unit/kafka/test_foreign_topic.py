@@ -116,7 +116,7 @@ def test_an_offset_that_there_is_not_is_refused(offsets: str, words: str) -> Non
 def test_kafka_says_how_many_partitions_there_are(services: Services, job_name: str) -> None:
     owner = OwnersTopic(services.kafka, f"clicks.{job_name}")
     open_job = foreign(topic=owner.name, partitions=None, name=job_name)
-    with pytest.raises(MissingTopicError, match=f"which has no {owner.name}: .*; DOLL does not"):
+    with pytest.raises(MissingTopicError, match=f"which has no topic {owner.name}: .*; DOLL does not"):
         foreign_topic.look_up(open_job, services, admin=owner.admin)
     owner.create(5, {"max.message.bytes": "1048588"})
     config = with_partitions(open_job, services)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from doll.config.freshness import FreshnessConfig
 from doll.ps.engine import events as ev
-from doll.ps.freshness import FreshnessMeter
+from doll.ps.engine.measures import FreshnessMeter
 from doll.records.control import Push, PushedBatch, decode, encode
 from doll.records.event_times import NO_EVENTS, NO_TIME, EventSpan, EventTimes, event_times_of
 from engine_runs import play, random_steps

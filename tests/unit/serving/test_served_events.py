@@ -10,8 +10,8 @@ from doll.config.freshness import FreshnessConfig
 from doll.evaluation.stored_weights import Place
 from doll.records.control import Member, Update
 from doll.records.event_times import EventTimes
-from doll.serving import served_events
-from doll.serving.served_events import ServedEvents
+from doll.serving import job_facts
+from doll.serving.job_facts import ServedEvents
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -78,7 +78,7 @@ def test_an_update_is_counted_once_and_void_ones_never(events: ServedEvents) -> 
 
 
 def test_what_is_never_served_counts_as_late(events: ServedEvents, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_events, "_KEPT", 2)
+    monkeypatch.setattr(job_facts, "_KEPT_BATCHES", 2)
     for version in range(6, 11):
         events.feed(update(1, version, count=10))
     assert (events.served.bad, events.served.within) == (30, 0)

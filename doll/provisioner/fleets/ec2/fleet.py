@@ -55,7 +55,6 @@ class Ec2Fleet:
     """The EC2 instances that have the cluster's tag; other instances are never changed.
 
     Args:
-        client: boto3's EC2 client.
         cluster: value of the tag `doll:cluster`.
         job: value of the tag `doll:job`, which distinguishes jobs that use one cluster, one after the other. "": no
             tag.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from doll.monitor.views.run_report import control_line
 from statuses import gone_worker, live_worker, server_status
 
+from doll_lab.drill.report_lines import control_line
 from doll_lab.drill.status_trackers import ControlKind, ControlTracker
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 import record_builders
-from doll.monitor.views.run_report import drill_lines as report_lines
 from doll.records.control import Member, Update
 from record_builders import term_started
 
 from doll_lab.drill.plan import FAULT_KINDS, Fault
 from doll_lab.drill.recovery import PoisonTracker, RecoveryTracker
+from doll_lab.drill.report_lines import drill_lines
 from doll_lab.drill.status_trackers import ControlTracker, SetTracker
 
 
@@ -152,8 +152,8 @@ def test_the_report_counts_what_was_not_recovered_from() -> None:
     assert report["recovery_s"] == {"p50": 1.0, "max": 1.5}
     report |= {"control": ControlTracker("kafka").report(), "sets": SetTracker().report()}
     counted = {"missing": 2, "duplicate": 3}
-    lines = report_lines(report | {"audit": counted, "batch_size": 8, "records_per_batch": 4})
+    lines = drill_lines(report | {"audit": counted, "batch_size": 8, "records_per_batch": 4})
     assert "  recoveries 2 of 3, samples lost 4, samples duplicated 6" in lines
     assert any(line.split() == ["worker_kill", "2", "1.50", "1.50"] for line in lines)
-    lines = report_lines(report | {"audit": None, "batch_size": 8, "records_per_batch": 4})
+    lines = drill_lines(report | {"audit": None, "batch_size": 8, "records_per_batch": 4})
     assert any("unknown (no audit)" in line for line in lines)

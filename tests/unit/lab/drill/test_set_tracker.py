@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-from doll.monitor.views.run_report import set_line
 from record_builders import update
 from statuses import server_status
 
+from doll_lab.drill.report_lines import set_line
 from doll_lab.drill.status_trackers import SetTracker
 
 

@@ -1,7 +1,7 @@
 """The running account of offsets: it sees what is missing or twice, and follows a server that resumes."""
 
 import msgspec
-from doll.monitor.state.continuity import Continuity
+from doll.monitor.state.watched_job import Continuity
 from record_builders import term_started, update
 
 

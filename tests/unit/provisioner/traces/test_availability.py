@@ -7,9 +7,10 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 from doll.errors import ConfigError
-from doll.provisioner.traces.availability import Markov, RecordedAvailability
+from doll.provisioner.traces.availability import Markov
 from doll.provisioner.traces.model import Pool, Series, constant
 
+from doll_lab.simulation.availability import RecordedAvailability
 from doll_lab.simulation.randomness import blocks, compute_time, samples_time
 
 

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from doll.provisioner.traces.availability import Markov, RecordedAvailability, WholeWorkers, all_up, pool_of_workers
+from doll.provisioner.traces.availability import Markov, all_up, pool_of_workers
 from doll.provisioner.traces.market import SpotMarket
 from doll.provisioner.traces.model import Pool, Series, constant
 from doll.theory.cost import Prices
 from doll.theory.preemption import gang_availability
 from hypothesis import given
 from hypothesis import strategies as st
+
+from doll_lab.simulation.availability import RecordedAvailability, WholeWorkers
 
 PRICES = Prices(0.158, 0.286)
 SPANS = st.lists(st.tuples(st.booleans(), st.integers(1, 20).map(float)), min_size=1, max_size=12)
