@@ -256,7 +256,8 @@ def _with_payload(config: JobConfig, reader: RangeReader, dead: DeadRecord) -> R
 def replay_publisher(config: JobConfig, services: Services) -> TransactionalWriter:
     """Return the publisher for replays of a job. If two replays run at once, only the later one continues."""
     name = f"doll-{config.job}-replay"
-    return TransactionalWriter(config, services, name, fenced="another replay of this job has begun since")
+    fenced = "another replay of this job has begun since"
+    return TransactionalWriter(config, services, name, transaction_s=30.0, call_s=35.0, fenced=fenced)
 
 
 def _send(
