@@ -36,15 +36,6 @@ class PolicyChoice:
         return section + [f"training.policy.{key}={value}" for key, value in self.options]
 
 
-def parse_choice(text: str) -> PolicyChoice:
-    """Return the one policy of the option `--policy`.
-
-    Raises:
-        ConfigError: see `parse_choices`.
-    """
-    return _parse(text, "--policy")
-
-
 def parse_choices(texts: Sequence[str]) -> list[PolicyChoice]:
     """Return the policies of one or several `--policies`; without this option, all registered policies.
 
@@ -53,7 +44,7 @@ def parse_choices(texts: Sequence[str]) -> list[PolicyChoice]:
     """
     parts = [part.strip() for text in texts for part in text.split(",")]
     choices = (
-        [_parse(part, "--policies") for part in parts] if parts else [PolicyChoice(name) for name in POLICIES.names()]
+        [parse_choice(part, "--policies") for part in parts] if parts else [PolicyChoice(name) for name in POLICIES.names()]
     )
     for choice in choices:
         if choices.count(choice) > 1:
@@ -61,7 +52,8 @@ def parse_choices(texts: Sequence[str]) -> list[PolicyChoice]:
     return choices
 
 
-def _parse(text: str, flag: str) -> PolicyChoice:
+def parse_choice(text: str, flag: str = "--policy") -> PolicyChoice:
+    """Return the one policy of an option. Raise ConfigError as `parse_choices`."""
     name, *options = text.split(":")
     if "=" in name:
         raise ConfigError(
