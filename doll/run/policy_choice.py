@@ -43,9 +43,7 @@ def parse_choices(texts: Sequence[str]) -> list[PolicyChoice]:
         ConfigError: a policy is not registered or is given twice, or an option is not KEY=VALUE.
     """
     parts = [part.strip() for text in texts for part in text.split(",")]
-    choices = (
-        [parse_choice(part, "--policies") for part in parts] if parts else [PolicyChoice(name) for name in POLICIES.names()]
-    )
+    choices = [parse_choice(part, "--policies") for part in parts] or [PolicyChoice(name) for name in POLICIES.names()]
     for choice in choices:
         if choices.count(choice) > 1:
             raise ConfigError(f"--policies: expected each policy with its options once, got {choice.label} twice")
