@@ -59,7 +59,7 @@ class Grants:
 
     def note_change(self, worker: Worker) -> None:
         """Note that the worker's counters may have changed. Every method that changes them calls this last."""
-        waiting = len(worker.queue.waiting) if worker.is_live and not worker.stalled else 0  # may be granted now
+        waiting = _grantable(worker)
         self.num_waiting += waiting - worker.waiting
         worker.waiting = waiting
         self.changed[worker.number] = None
@@ -181,3 +181,8 @@ def is_allowed(push: Push, grants: Sequence[ActiveGrant], policy: Policy, versio
         if not 0 <= item.total_weight < math.inf:
             return False
     return True
+
+
+def _grantable(worker: Worker) -> int:
+    """Return the number of this worker's batches that may be granted now."""
+    return len(worker.queue.waiting) if worker.is_live and not worker.stalled else 0

@@ -97,11 +97,14 @@ class StoredTable:
         )
         if lr_factor != 1:
             after = torch.lerp(before, after, lr_factor)
-        check_finite(after.numpy(), self.name, "values")
-        self._values.write(rows, after.numpy())
+        self._write(rows, after.numpy())
         for part, values in state.items():
             check_finite(values, self.name, f"state {part!r}")
             self._state[part].write(slots, values)
+
+    def _write(self, rows: Ids, values: Floats) -> None:
+        check_finite(values, self.name, "values")
+        self._values.write(rows, values)
 
     def _held(self) -> dict[str, npt.NDArray[Any]]:
         """Return values and state by the names of their parts in a checkpoint."""
