@@ -12,6 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
@@ -37,6 +38,7 @@ _SESSION_MS: Final = 10_000
 _TRANSACTION_S: Final = 15.0
 _CALL_S: Final = 30.0
 _TRANSACTION: Final = "accept a transaction"
+_IN_ITS_PLACE: Final = "another process has the number of this one, and goes on in its place"
 _FENCED: Final = (
     KafkaError._FENCED, KafkaError.FENCED_INSTANCE_ID, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED,
 )  # fmt: skip
@@ -86,23 +88,26 @@ class Output(msgspec.Struct, gc=False):
 
 
 class TransactionalWriter:
-    """A writer. A later one with the same `name` ends the open transaction of an earlier one, and fences it.
+    """A writer. A later one with the same `name` ends the open transaction of an earlier one, and fences it; `fenced`
+    is the message of this error.
 
     All methods raise FencedError if a later process has the name, and ServiceUnavailableError if the broker refuses.
     `write` and `commit` raise AbandonedError if the transaction cannot be committed: abort it, or make a new writer.
     """
 
     def __init__(
-        self, config: JobConfig, services: Services, name: str, *, transaction_s: float = 60.0, call_s: float = 60.0
-    ) -> None:
-        self._address, self._call_s, timeout_ms = services.kafka, call_s, round(1000 * transaction_s)
+        self, config: JobConfig, services: Services, name: str, *, transaction_s: float = 60.0, call_s: float = 60.0,
+        fenced: str = _IN_ITS_PLACE,
+    ) -> None:  # fmt: skip
+        self._call_s, timeout_ms = call_s, round(1000 * transaction_s)
+        self._translated = partial(translated, services.kafka, _TRANSACTION, fenced)
         self._is_open = False
         self._producer = make_producer(
             config, services, transactional_id=name, transaction_timeout_ms=timeout_ms, message_timeout_ms=timeout_ms,
             message_max_bytes=RECORD_LIMIT_BYTES, linger_ms=20, compression_type="lz4",
             queue_buffering_max_kbytes=262_144, queue_buffering_max_messages=1_000_000,
         )  # fmt: skip
-        with translated(self._address, _TRANSACTION):
+        with self._translated():
             self._producer.init_transactions(2 * _CALL_S)
 
     def close(self) -> None:
@@ -122,6 +127,41 @@ class TransactionalWriter:
                     except BufferError:
                         self._producer.poll(0.1)
 
+    def deliver(self, outputs: Sequence[Output]) -> list[int]:
+        """Write records, wait until Kafka has all of them, and return their offsets. Raise AbandonedError if it refuses
+        one, or does not answer."""
+        offsets: dict[int, int] = {}
+        refusals: list[str] = []
+
+        def note(number: int, error: Any, message: Any) -> None:
+            if error is None:
+                offsets[number] = int(message.offset())
+            else:
+                item = outputs[number]
+                refusals.append(f"Kafka does not accept a record on {item.topic}, partition {item.partition}: {error}")
+
+        with self._abandoned():
+            for number, item in enumerate(outputs):
+                self._producer.produce(item.topic, item.value, item.key, item.partition, partial(note, number))
+            self._producer.flush(self._call_s)
+        if refusals or len(offsets) < len(outputs):
+            raise AbandonedError(refusals[0] if refusals else f"Kafka does not answer: {len(outputs)} records sent")
+        return [offsets[number] for number in range(len(outputs))]
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Within the context, collect what is written in one transaction: committed at its end, aborted on any error.
+        Raise ServiceUnavailableError in place of AbandonedError."""
+        try:
+            yield
+            self.commit()
+        except BaseException as exc:
+            with contextlib.suppress(FencedError, ServiceUnavailableError):
+                self.abort()
+            if isinstance(exc, AbandonedError):
+                raise ServiceUnavailableError(str(exc)) from exc
+            raise
+
     def commit(self, offsets: Sequence[TopicPartition] = (), member: Any = None) -> None:
         """Commit what was written since the last call, and these offsets of the group of `member`."""
         with self._abandoned():
@@ -132,7 +172,7 @@ class TransactionalWriter:
 
     def abort(self) -> None:
         """Abort the open transaction."""
-        with translated(self._address, _TRANSACTION):
+        with self._translated():
             self._producer.purge()
             self._producer.abort_transaction(self._call_s)
             self._is_open = False
@@ -145,7 +185,7 @@ class TransactionalWriter:
                 self._is_open = True
             yield
         except KafkaException as exc:
-            with translated(self._address, _TRANSACTION):
+            with self._translated():
                 if not error_of(exc).txn_requires_abort() and not error_of(exc).retriable():
                     raise
             raise AbandonedError(error_of(exc).str()) from exc
@@ -360,12 +400,12 @@ def _report(on_offset: Callable[[int], None]) -> Callable[[Any, Any], None]:
 
 
 @contextlib.contextmanager
-def translated(address: str, what: str) -> Iterator[None]:
+def translated(address: str, what: str, fenced: str = _IN_ITS_PLACE) -> Iterator[None]:
     """Within the context, raise FencedError or ServiceUnavailableError instead of KafkaException."""
     try:
         with translate_errors(address, what, "doll doctor says what is missing"):
             yield
     except ServiceUnavailableError as exc:
         if isinstance(cause := exc.__cause__, KafkaException) and error_of(cause).code() in _FENCED:
-            raise FencedError("another process has the number of this one, and goes on in its place") from cause
+            raise FencedError(fenced) from cause
         raise

@@ -1,17 +1,15 @@
-"""Send records to a job's topics, either in order with a check of each delivery, or in transactions (all or none)."""
+"""Send records to a job's topics in order, with a check of each delivery."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException
 
 from doll.config import JobConfig
-from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import LINGER_MS, error_of, make_producer, reason_of
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES
 from doll.records.control import AnyRecord, encode
@@ -25,8 +23,6 @@ log = get_logger(__name__)
 CONTROL_COMPRESSION: Final = "lz4"
 _FULL_QUEUE_POLL_S: Final = 0.1
 _CLOSE_S: Final = 5.0
-_TIMEOUT_S: Final = 30.0
-_FLUSH_MARGIN_S: Final = 5.0
 
 
 class Delivery(NamedTuple):
@@ -169,83 +165,3 @@ class Publisher:
 def _report_error(on_error: Callable[[ClientError], None], error: KafkaError) -> None:
     is_fatal = error.fatal() or error.code() == KafkaError._FATAL
     on_error(ClientError(error.str(), is_fatal, error.code() == KafkaError._ALL_BROKERS_DOWN))
-
-
-class TransactionalPublisher:
-    """A producer with a transactional id. Use as a context manager.
-
-    Of two producers with one id, the later one continues: it fences the earlier one and aborts its open transaction.
-    `fenced` explains, in the error message, that a later producer has started.
-    """
-
-    def __init__(self, config: JobConfig, services: Services, name: str, *, fenced: str) -> None:
-        self._address, self._name, self._fenced = services.kafka, name, fenced
-        self._producer = make_producer(
-            config,
-            services,
-            transactional_id=name,
-            transaction_timeout_ms=int(_TIMEOUT_S * 1000),
-            message_timeout_ms=int(_TIMEOUT_S * 1000),
-            message_max_bytes=RECORD_LIMIT_BYTES,
-        )
-
-    def __enter__(self) -> Self:
-        with self._translate_errors("start a transaction"):
-            self._producer.init_transactions(2 * _TIMEOUT_S)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._producer.purge()
-
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Within the context, collect all deliveries in one transaction: committed at its end, aborted on any error.
-        Raise ServiceUnavailableError if Kafka does not commit it, or another publisher of this name has started."""
-        with self._translate_errors("accept records"):
-            self._producer.begin_transaction()
-            try:
-                yield
-                self._producer.commit_transaction(2 * _TIMEOUT_S)
-            except BaseException:
-                with contextlib.suppress(KafkaException):
-                    self._producer.purge()
-                    self._producer.abort_transaction(_TIMEOUT_S)
-                raise
-
-    def deliver(self, records: Sequence[tuple[str, int, bytes]]) -> list[int]:
-        """Send records (topic, partition, value), wait until Kafka has all of them, and return their offsets. Raise
-        ServiceUnavailableError if it refuses one, or does not answer."""
-        offsets: dict[int, int] = {}
-        refusals: list[str] = []
-
-        def on_delivery(number: int, error: Any, message: Any) -> None:
-            if error is None:
-                offsets[number] = int(message.offset())
-            else:
-                topic, partition, _ = records[number]
-                refusals.append(f"Kafka does not accept a record on {topic}, partition {partition}: {error}")
-
-        with self._translate_errors("accept records"):
-            for number, (topic, partition, value) in enumerate(records):
-                self._producer.produce(
-                    topic, value, partition=partition, on_delivery=functools.partial(on_delivery, number)
-                )
-            self._producer.flush(_TIMEOUT_S + _FLUSH_MARGIN_S)
-        if refusals or len(offsets) < len(records):
-            raise ServiceUnavailableError(
-                refusals[0] if refusals else f"Kafka at {self._address} does not answer: {len(records)} records sent"
-            )
-        return [offsets[number] for number in range(len(records))]
-
-    @contextlib.contextmanager
-    def _translate_errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except KafkaException as exc:
-            error = error_of(exc)
-            hint = (
-                self._fenced
-                if error.fatal()
-                else f"expected transactions as {self._name}: may this user write with that transactional id?"
-            )
-            raise ServiceUnavailableError(f"Kafka at {self._address} does not {what}: {error.str()} ({hint})") from exc

@@ -10,6 +10,7 @@ are written in one transaction. So no record is replayed twice, even after a cra
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import require_own_topic
-from doll.kafka.publisher import TransactionalPublisher
+from doll.kafka.group_stream import Output, TransactionalWriter
 from doll.kafka.range_reader import RangeReader
 from doll.ledger.audit import build_ledger
 from doll.ledger.balance import OffsetState
@@ -178,13 +179,14 @@ def replay(
 
     Raises:
         ConfigError: the samples topic belongs to another application.
-        ServiceUnavailableError: Kafka does not answer or refuses a record, or another replay has begun since. Records
-            that are already in the stream have their letters.
+        ServiceUnavailableError: Kafka does not answer or refuses a record. Records that are already in the stream have
+            their letters.
+        FencedError: another replay has begun since.
     """
     require_own_topic(config, "doll dead replay")
     if dry_run:
         return _planned(config, services, chosen, again)
-    with replay_publisher(config, services) as publisher:
+    with contextlib.closing(replay_publisher(config, services)) as publisher:
         # Read the letters again: another replay may have sent some of the records since `chosen` was read.
         with RangeReader(config, services) as reader:
             letters = reader.records(config.topic("dead"), (DeadLetter,))
@@ -251,19 +253,20 @@ def _with_payload(config: JobConfig, reader: RangeReader, dead: DeadRecord) -> R
     )
 
 
-def replay_publisher(config: JobConfig, services: Services) -> TransactionalPublisher:
+def replay_publisher(config: JobConfig, services: Services) -> TransactionalWriter:
     """Return the publisher for replays of a job. If two replays run at once, only the later one continues."""
     name = f"doll-{config.job}-replay"
-    return TransactionalPublisher(config, services, name, fenced="another replay of this job has begun since")
+    fenced = "another replay of this job has begun since"
+    return TransactionalWriter(config, services, name, transaction_s=30.0, call_s=35.0, fenced=fenced)
 
 
 def _send(
-    config: JobConfig, services: Services, publisher: TransactionalPublisher, items: Sequence[Replay]
+    config: JobConfig, services: Services, publisher: TransactionalWriter, items: Sequence[Replay]
 ) -> list[Replay]:
     """Send some records, each with its letter, in one transaction. After the return, all readers see the records."""
     samples, dead = config.topic("samples"), config.topic("dead")
     with publisher.transaction():
-        offsets = publisher.deliver([(samples, item.dead.letter.partition, item.value or b"") for item in items])
+        offsets = publisher.deliver([Output(samples, item.dead.letter.partition, item.value or b"") for item in items])
         replayed = [replace(item, offset=offset) for item, offset in zip(items, offsets, strict=True)]
         letters = [
             structs.replace(
@@ -272,7 +275,7 @@ def _send(
             )
             for item, offset in zip(items, offsets, strict=True)
         ]  # fmt: skip
-        (*_, last) = publisher.deliver([(dead, 0, encode(letter)) for letter in letters])
+        (*_, last) = publisher.deliver([Output(dead, 0, encode(letter)) for letter in letters])
     _await_visible(config, services, dead, last)
     return replayed
 

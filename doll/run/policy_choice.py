@@ -36,15 +36,6 @@ class PolicyChoice:
         return section + [f"training.policy.{key}={value}" for key, value in self.options]
 
 
-def parse_choice(text: str) -> PolicyChoice:
-    """Return the one policy of the option `--policy`.
-
-    Raises:
-        ConfigError: see `parse_choices`.
-    """
-    return _parse(text, "--policy")
-
-
 def parse_choices(texts: Sequence[str]) -> list[PolicyChoice]:
     """Return the policies of one or several `--policies`; without this option, all registered policies.
 
@@ -52,16 +43,15 @@ def parse_choices(texts: Sequence[str]) -> list[PolicyChoice]:
         ConfigError: a policy is not registered or is given twice, or an option is not KEY=VALUE.
     """
     parts = [part.strip() for text in texts for part in text.split(",")]
-    choices = (
-        [_parse(part, "--policies") for part in parts] if parts else [PolicyChoice(name) for name in POLICIES.names()]
-    )
+    choices = [parse_choice(part, "--policies") for part in parts] or [PolicyChoice(name) for name in POLICIES.names()]
     for choice in choices:
         if choices.count(choice) > 1:
             raise ConfigError(f"--policies: expected each policy with its options once, got {choice.label} twice")
     return choices
 
 
-def _parse(text: str, flag: str) -> PolicyChoice:
+def parse_choice(text: str, flag: str = "--policy") -> PolicyChoice:
+    """Return the one policy of an option. Raise ConfigError as `parse_choices`."""
     name, *options = text.split(":")
     if "=" in name:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from confluent_kafka import Consumer, KafkaError, TopicPartition
 from confluent_kafka.admin import AdminClient
 from doll.cli.app import app
 from doll.config import JobConfig
-from doll.errors import ServiceUnavailableError
+from doll.errors import FencedError, ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
+from doll.kafka.group_stream import Output
 from doll.ledger import dead_letters
 from doll.ledger.dead_letters import replay, replay_publisher
 from doll.records.bounded import printable
@@ -216,10 +218,10 @@ def test_a_replay_that_was_cut_off_or_overtaken_replays_nothing_twice(make_pipel
     letter = DeadLetter(worker=0, partition=0, offset=0, reason="bad", payload=b"once", payload_bytes=4)
     job.control("dead", letter)
     dead = dead_letters.DeadRecord(letter, offset_state="dead")
-    overtaken = pytest.raises(ServiceUnavailableError, match="another replay of this job has begun since")
-    with replay_publisher(config, services) as first, overtaken, first.transaction():
+    overtaken = pytest.raises(FencedError, match="another replay of this job has begun since")
+    with contextlib.closing(replay_publisher(config, services)) as first, overtaken, first.transaction():
         # The record is in the log, and its letter is not: the moment at which a process may die.
-        first.deliver([(config.topic("samples"), 0, b"once")])
+        first.deliver([Output(config.topic("samples"), 0, b"once")])
         (done,) = replay(config, services, [dead])
         assert done.offset is not None
     # `dead` was read before the second replay: it is looked up again.

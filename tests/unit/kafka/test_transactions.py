@@ -6,9 +6,9 @@ import contextlib
 
 import pytest
 from doll.config import JobConfig
-from doll.errors import ServiceUnavailableError
+from doll.errors import FencedError
 from doll.kafka import topics
-from doll.kafka.publisher import TransactionalPublisher
+from doll.kafka.group_stream import Output, TransactionalWriter
 from doll.kafka.range_reader import RangeReader
 from doll.services import Services
 from job_files import job
@@ -23,8 +23,8 @@ def config(services: Services, job_name: str) -> JobConfig:
     return config
 
 
-def publisher(config: JobConfig, services: Services) -> TransactionalPublisher:
-    return TransactionalPublisher(config, services, f"{config.job}-test", fenced="another one has begun")
+def publisher(config: JobConfig, services: Services) -> TransactionalWriter:
+    return TransactionalWriter(config, services, f"{config.job}-test", fenced="another one has begun")
 
 
 def values(config: JobConfig, services: Services) -> list[bytes | None]:
@@ -35,20 +35,24 @@ def values(config: JobConfig, services: Services) -> list[bytes | None]:
 
 def test_what_was_aborted_is_not_read_and_the_next_transaction_is(config: JobConfig, services: Services) -> None:
     samples = config.topic("samples")
-    with publisher(config, services) as sender:
+    with contextlib.closing(publisher(config, services)) as sender:
         with contextlib.suppress(KeyError), sender.transaction():
-            sender.deliver([(samples, 0, b"aborted")])
+            sender.deliver([Output(samples, 0, b"aborted")])
             raise KeyError
         with sender.transaction():
-            assert sender.deliver([(samples, 0, b"a"), (samples, 1, b"b"), (samples, 0, b"c")]) == [2, 0, 3]
+            assert sender.deliver([Output(samples, 0, b"a"), Output(samples, 1, b"b"), Output(samples, 0, b"c")]) == [
+                2,
+                0,
+                3,
+            ]
     assert values(config, services) == [b"a", b"c"]
 
 
 def test_a_later_publisher_of_the_same_name_fences_the_earlier_one(config: JobConfig, services: Services) -> None:
     samples = config.topic("samples")
-    fenced = pytest.raises(ServiceUnavailableError, match=r"does not accept records: .* \(another one has begun\)")
-    with publisher(config, services) as first, fenced, first.transaction():
-        first.deliver([(samples, 0, b"first")])
-        with publisher(config, services) as second, second.transaction():
-            second.deliver([(samples, 0, b"second")])
+    fenced = pytest.raises(FencedError, match="another one has begun")
+    with contextlib.closing(publisher(config, services)) as first, fenced, first.transaction():
+        first.deliver([Output(samples, 0, b"first")])
+        with contextlib.closing(publisher(config, services)) as second, second.transaction():
+            second.deliver([Output(samples, 0, b"second")])
     assert values(config, services) == [b"second"]
