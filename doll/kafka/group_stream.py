@@ -97,14 +97,14 @@ class TransactionalWriter:
 
     def __init__(
         self, config: JobConfig, services: Services, name: str, *, transaction_s: float = 60.0, call_s: float = 60.0,
-        fenced: str = _IN_ITS_PLACE,
+        compression: str = "lz4", fenced: str = _IN_ITS_PLACE,
     ) -> None:  # fmt: skip
         self._call_s, timeout_ms = call_s, round(1000 * transaction_s)
         self._translated = partial(translated, services.kafka, _TRANSACTION, fenced)
         self._is_open = False
         self._producer = make_producer(
             config, services, transactional_id=name, transaction_timeout_ms=timeout_ms, message_timeout_ms=timeout_ms,
-            message_max_bytes=RECORD_LIMIT_BYTES, linger_ms=20, compression_type="lz4",
+            message_max_bytes=RECORD_LIMIT_BYTES, linger_ms=20, compression_type=compression,
             queue_buffering_max_kbytes=262_144, queue_buffering_max_messages=1_000_000,
         )  # fmt: skip
         with self._translated():

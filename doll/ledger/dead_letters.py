@@ -256,8 +256,10 @@ def _with_payload(config: JobConfig, reader: RangeReader, dead: DeadRecord) -> R
 def replay_publisher(config: JobConfig, services: Services) -> TransactionalWriter:
     """Return the publisher for replays of a job. If two replays run at once, only the later one continues."""
     name = f"doll-{config.job}-replay"
-    fenced = "another replay of this job has begun since"
-    return TransactionalWriter(config, services, name, transaction_s=30.0, call_s=35.0, fenced=fenced)
+    return TransactionalWriter(
+        config, services, name, transaction_s=30.0, call_s=35.0, compression="none",  # as the producer sends samples
+        fenced="another replay of this job has begun since",
+    )  # fmt: skip
 
 
 def _send(
