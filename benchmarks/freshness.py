@@ -155,6 +155,12 @@ class Events:
         latencies = (self.seen_s - self.sent_s)[is_counted]
         return np.where(np.isnan(latencies), np.inf, latencies)
 
+    def medians_s(self, after_s: float, seconds: float, parts: int = 10) -> list[float]:
+        """The median latency of each part of the time: it shows whether events wait longer and longer."""
+        cuts_s = np.linspace(after_s, after_s + seconds, parts + 1)
+        values = [self.latencies_s(cut_s)[self.sent_s[self.sent_s >= cut_s] < cut_s + seconds / parts] for cut_s in cuts_s]
+        return [round(float(np.median(part)), 3) for part in values if len(part)]
+
 
 def send(place: Place, topic: str, events: Events, numbers: range, rate_per_s: float) -> None:
     """Send these events, in turn to the partitions, at the rate."""
@@ -246,7 +252,7 @@ def measure(place: Place, config: JobConfig, options: argparse.Namespace) -> dic
         "link": options.link or "one machine", "events": len(latencies),
         "never_answered": int(np.isinf(latencies).sum()), "answers": answers, "load": os.getloadavg()[0],
         **{f"p{share}_s": float(np.quantile(latencies, share / 100)) for share in (50, 90, 99)},
-        "max_s": float(latencies.max()),
+        "max_s": float(latencies.max()), "p50_s_of_parts": events.medians_s(begun_s, options.seconds),
     }  # fmt: skip
     if place.status:
         status = subprocess.run(place.status, capture_output=True, text=True, check=False).stdout
