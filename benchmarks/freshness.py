@@ -1,6 +1,6 @@
 """From an event to the answer that has learned it: p50 and p99, measured by a program outside of DOLL.
 
-    python -m benchmarks.freshness [--rate 10000] [--seconds 60] [--link "20 ms"]
+    python -m benchmarks.freshness [--rate 10000] [--seconds 60] [--link "20 ms"] [--docs]
 
 Each event is a number, and the model has one weight for each partition, which a batch sets to the mean of its numbers.
 Batches have a fixed size and are learned in order, so an answer says up to which number each partition is learned. The
@@ -36,6 +36,7 @@ from doll.kafka import topics
 from doll.local.processes import free_port
 from doll.local.supervisor import RoleSpec
 
+from benchmarks import results
 from benchmarks.freshness_task import RECORD
 from benchmarks.harness import job
 from benchmarks.hosts.__main__ import link_of
@@ -154,6 +155,14 @@ class Events:
         latencies = (self.seen_s - self.sent_s)[is_counted]
         return np.where(np.isnan(latencies), np.inf, latencies)
 
+    def medians_s(self, after_s: float, seconds: float, parts: int = 10) -> list[float]:
+        """The median latency of each part of the time: it shows whether events wait longer and longer."""
+        cuts_s = np.linspace(after_s, after_s + seconds, parts + 1)
+        values = [
+            self.latencies_s(cut_s)[self.sent_s[self.sent_s >= cut_s] < cut_s + seconds / parts] for cut_s in cuts_s
+        ]
+        return [round(float(np.median(part)), 3) for part in values if len(part)]
+
 
 def send(place: Place, topic: str, events: Events, numbers: range, rate_per_s: float) -> None:
     """Send these events, in turn to the partitions, at the rate."""
@@ -238,16 +247,36 @@ def measure(place: Place, config: JobConfig, options: argparse.Namespace) -> dic
             if events.num_seen == events.num_sent:
                 break
     latencies = events.latencies_s(begun_s + options.warm_up)
+    sent_s = events.sent_s[events.sent_s >= begun_s]
     result = {
-        "rate_per_s": options.rate, "link": options.link or "one machine", "events": len(latencies),
+        "rate_per_s": options.rate, "sent_per_s": len(sent_s) / max(np.ptp(sent_s), 1e-9), "seconds": options.seconds,
+        "batch_size": options.batch_size, "partitions": options.partitions,
+        "link": options.link or "one machine", "events": len(latencies),
         "never_answered": int(np.isinf(latencies).sum()), "answers": answers, "load": os.getloadavg()[0],
         **{f"p{share}_s": float(np.quantile(latencies, share / 100)) for share in (50, 90, 99)},
-        "max_s": float(latencies.max()),
+        "max_s": float(latencies.max()), "p50_s_of_parts": events.medians_s(begun_s, options.seconds),
     }  # fmt: skip
     if place.status:
         status = subprocess.run(place.status, capture_output=True, text=True, check=False).stdout
         result["doll_says"] = {stage["stage"]: stage for stage in json.loads(status or "{}").get("freshness", [])}
     return result
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The section of docs/benchmarks.md. `rows`: the newest result on this machine, and of hosts."""
+    lines = [
+        "| where | events/s | workers | batch | p50 s | p90 s | p99 s | longest s | DOLL's own p50, p99 s | load | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        own = row.get("doll_says", {}).get("served", {})
+        says = f"{own['p50_s']:.2f}, {own['p99_s']:.2f}" if own else "-"
+        times = " | ".join(f"{row[name]:.2f}" for name in ("p50_s", "p90_s", "p99_s", "max_s"))
+        lines.append(
+            f"| {row['link']} | {row['sent_per_s']:,.0f} | {row['partitions']} | {row['batch_size']:,} | {times} | {says} "
+            f"| {row['load']:.0f} | {row['commit']} |"
+        )
+    return "\n".join(lines)
 
 
 def say(text: str) -> None:
@@ -265,6 +294,7 @@ def main() -> None:
     parser.add_argument(
         "--link", help="hosts with such links, as in '20 ms' or '20 ms, 1 Gbit/s'; default: one machine"
     )
+    parser.add_argument("--docs", action="store_true", help="write the table to docs/benchmarks.md")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     if options.link is not None and (reason := why_not()):
@@ -276,6 +306,12 @@ def main() -> None:
         with on_this_machine(config, folder) if is_here else on_hosts(config, folder, link_of(options.link)) as place:
             result = measure(place, config, options)
     print(json.dumps(result, indent=1))
+    if options.docs:
+        results.keep(f"freshness-{'here' if is_here else 'hosts'}", result)
+        rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.RESULTS.glob("freshness-*"))]
+        results.update_section(
+            results.DOCS / "benchmarks.md", "freshness", "python -m benchmarks.freshness --docs", table(rows)
+        )
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -6,7 +6,7 @@ of them again from the log.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Final, Literal, Protocol
 
@@ -17,12 +17,13 @@ from doll.records.join_log import Routed
 _ENTRY_BYTES: Final = 600  # memory of an entry beside the value of its features
 _LABEL_BYTES: Final = 250
 _SPILLED_SHARE: Final = 0.5
+_MOST_STALE: Final = 10_000  # deadlines of entries that have others, or none
 
 
 State = Literal["waiting", "open", "early", "sent", "closed"]
 
 
-class Entry(msgspec.Struct, gc=False):
+class Entry(msgspec.Struct, array_like=True, gc=False):
     """What is known of a key.
 
     Attributes:
@@ -57,15 +58,15 @@ _Due = tuple[int, int, bytes]  # deadline_ms, number and key of an entry
 class Overflow(Protocol):
     """A store for entries that do not fit into memory."""
 
-    def put_all(self, entries: Iterable[Entry]) -> None:
-        """Store entries."""
+    def put_all(self, entries: Sequence[Entry]) -> None:
+        """Store entries. None of their keys is in the store."""
 
     def take(self, keys: list[bytes]) -> list[Entry]:
         """Return the stored entries of these keys, and remove them."""
 
-    def take_due(self, waiting: bool, until_ms: int, most: int) -> list[Entry]:
-        """Return at most `most` entries with the first deadlines until this time, and remove them. `waiting`: those of
-        labels without features, or the others."""
+    def take_due(self, waiting: bool, until_ms: int) -> list[Entry]:
+        """Return some entries whose deadlines come until this time, and remove them; further ones may be among them.
+        An empty list: there are none. `waiting`: those of labels without features, or the others."""
 
     def close(self) -> None: ...
 
@@ -85,6 +86,7 @@ class Entries:
         self._due: dict[bool, list[_Due]] = {False: [], True: []}  # heaps, for waiting labels and for features
         self._stale = 0
         self.spilled = 0  # entries in `overflow`
+        self.spilled_waiting = 0  # those of labels without features
         self.get: Callable[[bytes], Entry | None] = self._entries.get  # call `fetch` before it
 
     def __len__(self) -> int:
@@ -104,6 +106,17 @@ class Entries:
         self._bytes += entry.size_bytes
         self._entries[entry.key] = entry
         heappush(self._due[features is None], (entry.deadline_ms, entry.number, entry.key))
+
+    def add_all(self, entries: list[Entry]) -> None:
+        """Add new entries with features: faster than one by one."""
+        for entry in entries:
+            assert entry.features is not None
+            entry.size_bytes = _ENTRY_BYTES + len(entry.features.value) + _LABEL_BYTES * len(entry.labels)
+        self._bytes += sum([entry.size_bytes for entry in entries])
+        self._entries.update({entry.key: entry for entry in entries})
+        heap = self._due[False]
+        for entry in entries:
+            heappush(heap, (entry.deadline_ms, entry.number, entry.key))
 
     def rearm(self, entry: Entry) -> None:
         """Note that an entry has another deadline."""
@@ -133,7 +146,7 @@ class Entries:
         `waiting`: labels without features, or the others.
         """
         if self.spilled:
-            while due := self._overflow.take_due(waiting, until_ms, 10_000):
+            while due := self._overflow.take_due(waiting, until_ms):
                 self._admit(due)
         heap = self._due[waiting]
         while heap and heap[0][0] <= until_ms:
@@ -145,15 +158,9 @@ class Entries:
 
     def tidy(self) -> None:
         """Keep within the limit of memory. Call it between packs."""
-        if self._stale > 10_000 + 2 * len(self._entries):
-            for waiting, heap in self._due.items():
-                live = [item for item in heap if self._is_live(item, waiting)]
-                heapify(live)
-                self._due[waiting] = live
-            self._stale = 0
+        moved: list[Entry] = []
         if self._bytes > self._memory_bytes:
             goal_bytes = self._memory_bytes * _SPILLED_SHARE
-            moved = []
             for entry in self._entries.values():
                 if self._bytes <= goal_bytes:
                     break
@@ -161,9 +168,19 @@ class Entries:
                 self._bytes -= entry.size_bytes
             for entry in moved:
                 del self._entries[entry.key]
-            self._stale += len(moved)
+                self.spilled_waiting += entry.features is None
             self.spilled += len(moved)
             self._overflow.put_all(moved)
+        if moved or self._stale > _MOST_STALE + 2 * len(self._entries):
+            for waiting in self._due:
+                live = [
+                    (entry.deadline_ms, entry.number, key)
+                    for key, entry in self._entries.items()
+                    if (entry.features is None) == waiting
+                ]
+                heapify(live)
+                self._due[waiting] = live
+            self._stale = 0
 
     def close(self) -> None:
         self._overflow.close()
@@ -171,6 +188,7 @@ class Entries:
     def _admit(self, entries: list[Entry]) -> None:
         self.spilled -= len(entries)
         for entry in entries:
+            self.spilled_waiting -= entry.features is None
             self.add(entry)
 
     def _is_live(self, item: _Due, waiting: bool) -> bool:
@@ -184,13 +202,13 @@ class Entries:
 class NoOverflow:
     """Entries that all fit into memory."""
 
-    def put_all(self, entries: Iterable[Entry]) -> None:
+    def put_all(self, entries: Sequence[Entry]) -> None:
         raise MemoryError("no room for entries")
 
     def take(self, keys: list[bytes]) -> list[Entry]:
         return []
 
-    def take_due(self, waiting: bool, until_ms: int, most: int) -> list[Entry]:
+    def take_due(self, waiting: bool, until_ms: int) -> list[Entry]:
         return []
 
     def close(self) -> None:

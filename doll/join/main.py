@@ -22,11 +22,12 @@ from doll.join.entries import Entries
 from doll.join.extract import Headers
 from doll.join.matcher import Decisions, Matcher
 from doll.join.rocks_overflow import RocksOverflow, remove_leftovers
-from doll.join.router import Read, Router
+from doll.join.router import Input, Read, Router
+from doll.join.watermarks import BrokerClock
 from doll.kafka import topics
 from doll.kafka.group_stream import AbandonedError, Committed, GroupStream, Output, Place, Run
 from doll.kafka.joined_topics import JoinedTopic, joined_topics
-from doll.kafka.publisher import Publisher
+from doll.kafka.publisher import Delivery, Publisher
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import has_finished, on_finish, unreadable_headers
 from doll.kafka.samples_topic import ReplacedSamplesError, bounds_reaching, replaced_topic, short_log_message
@@ -62,6 +63,7 @@ _TRIM_S: Final = 30.0
 _LOOP_S: Final = 60.0
 _PAUSE_S: Final = 1.0
 _MAX_SKEW_MS: Final = 30_000
+_CLOCK_S: Final = 5.0
 _MAX_OUTPUT_BYTES: Final = 16 * 1024 * 1024
 
 
@@ -94,10 +96,13 @@ def run_joiner(
         on_finish(config, services, stopped.set) if until_finished else contextlib.nullcontext(),
         Publisher(config, services) as publisher,
     ):
+        clock = BrokerClock()
+        _send_metric(config, publisher, joiner, {}, clock)
+        publisher.flush(_CLOCK_S)  # records are compared with the clock from the first one on
         if until_finished and has_finished(config, services, stopped.is_set):
             return 0
         while not stopped.is_set():
-            session = _Session(config, join, services, joiner, inputs, publisher)
+            session = _Session(config, join, services, joiner, inputs, publisher, clock)
             try:
                 session.run(stopped, heartbeat)
             except AbandonedError as exc:
@@ -105,9 +110,25 @@ def run_joiner(
                 stopped.wait(_PAUSE_S)
             finally:
                 session.close()
-        left = Metric(source=names.joiner_source(joiner), values={names.LEFT: 1.0}, time_s=time.time())
-        publisher.try_send(config.topic("metrics"), left)
+        _send_metric(config, publisher, joiner, {names.LEFT: 1.0}, clock)
     return 0
+
+
+def _send_metric(
+    config: JobConfig, publisher: Publisher, joiner: int, values: dict[str, float], clock: BrokerClock
+) -> None:
+    """Send metrics. The time at which the broker writes them says how its clock differs from this machine's."""
+    sent_ms = _now_ms()
+
+    def note(delivery: Delivery) -> None:
+        if delivery.refusal:
+            log.error("kafka_refused", topic=delivery.topic, reason=delivery.refusal)
+        elif delivery.time_ms >= 0:
+            clock.note(sent_ms, delivery.time_ms, _now_ms())
+
+    topic = config.topic("metrics")
+    metric = Metric(source=names.joiner_source(joiner), values=values, time_s=sent_ms / 1000)
+    publisher.try_send(topic, metric, on_delivery=None if topic in publisher.refusals else note)
 
 
 @dataclass(slots=True)
@@ -127,10 +148,10 @@ class _Session:
 
     def __init__(
         self, config: JobConfig, join: JoinConfig, services: Services, joiner: int, inputs: tuple[JoinedTopic, ...],
-        publisher: Publisher,
+        publisher: Publisher, clock: BrokerClock,
     ) -> None:  # fmt: skip
         self._config, self._join, self._services, self._joiner = config, join, services, joiner
-        self._publisher = publisher
+        self._publisher, self._clock = publisher, clock
         self._partitions = {topic.source: topic.partitions for topic in inputs}
         self._names = [topic.name for topic in inputs]
         self._ids = {topic.name: topic.topic_id for topic in inputs}
@@ -138,7 +159,7 @@ class _Session:
         count = config.data.num_partitions
         self._router = Router(join, count, config.data.max_record_bytes)
         self._shards: dict[int, _Shard] = {}
-        self._skew_ms = 0
+        self._behind: set[Input] = set()  # partitions that were said to be behind
         sections = (join.features, *join.labels)
         self._reads_headers = any(item.key.header or item.time.header for item in sections)
         self._counts = dict.fromkeys(names.JOINED_TOTALS, 0)
@@ -175,7 +196,7 @@ class _Session:
             wait_s = max(commit_s - time.monotonic(), 0.0)
             size_bytes = 0
             runs = self._stream.poll(_MOST_MESSAGES, min(wait_s, 0.05))
-            now_ms = _now_ms()
+            now_ms = self._now_ms()
             for run in runs:
                 if run.topic == self._log:
                     for message in run.messages:
@@ -316,6 +337,7 @@ class _Session:
                     shard.matcher.close()
             else:
                 self._router.end(topic, partition)
+                self._behind.discard((self._router.source_of(topic), partition))
 
     # --- records ------------------------------------------------------------------------------------------------------
 
@@ -333,33 +355,42 @@ class _Session:
             pack = decode_pack(message.value())  # type: ignore[attr-defined]
         except RecordError as exc:
             raise ConfigError(f"topic {self._log}, partition {partition}, offset {offset}: {exc}") from exc
-        self._skew_ms = message.timestamp()[1] - pack.now_ms  # type: ignore[attr-defined]
         shard.matcher.feed(pack, offset, shard.journal, shard.pending)
         shard.until = offset + 1
         shard.changed = True
 
     def _tick(self) -> None:
-        """Note which partitions have been read to their end: their event time is that of this clock."""
-        if abs(self._skew_ms) > _MAX_SKEW_MS:
+        """Note up to which time the partitions have been read, by the broker's clock."""
+        if abs(self._clock.correction_ms) > _MAX_SKEW_MS:
             log.warning(
-                "clock_differs", seconds=self._skew_ms / 1000,
-                hint="this machine's clock is not the broker's: windows close by event time only; set the clock",
+                "clock_differs", seconds=self._clock.correction_ms / 1000,
+                hint="this machine's clock is not the broker's, which the joiner goes by: set the clock",
             )  # fmt: skip
-            return
-        inputs = [place for place in self._stream.at_end if place[0] != self._log]
-        now_s, read = self._stream.read_to_end(inputs)
-        self._router.read_to_end([(self._router.source_of(topic), at) for topic, at in read], int(1000 * now_s))
+        now_ms = self._now_ms()
+        read = self._stream.read_until(self._names, now_ms)
+        times_ms = {(self._router.source_of(topic), at): time_ms for (topic, at), time_ms in read.items()}
+        newest_ms = max((shard.matcher.watermarks.newest_ms() for shard in self._shards.values()), default=-1)
+        behind = set(self._router.read_until(times_ms, now_ms, newest_ms))
+        for source, partition in sorted(behind - self._behind):
+            log.warning(
+                "event_time_behind", topic=self._names[source], partition=partition,
+                hint="its events are more than a window older than others: windows do not wait for its clock",
+            )  # fmt: skip
+        self._behind |= behind
 
     def _send_metrics(self) -> None:
         open_keys = sum(len(shard.matcher) for shard in self._shards.values())
         values = {**{name: float(value) for name, value in self._counts.items()}, names.OPEN_KEYS: float(open_keys)}
-        metric = Metric(source=names.joiner_source(self._joiner), values=values, time_s=time.time())
-        self._publisher.try_send(self._config.topic("metrics"), metric)
+        values |= {
+            "partitions_behind": float(len(self._behind)),
+            "clock_correction_s": self._clock.correction_ms / 1000,
+        }
+        _send_metric(self._config, self._publisher, self._joiner, values, self._clock)
         self._publisher.poll()
 
     def _commit(self) -> None:
         """Write all that has been decided, in one transaction."""
-        now_ms = _now_ms()
+        now_ms = self._now_ms()
         packs = self._router.take(now_ms)
         changed = {partition: shard for partition, shard in self._shards.items() if shard.changed}
         refused, self._router.refused = self._router.refused, []
@@ -429,6 +460,9 @@ class _Session:
             if not shard.changed and offset > shard.trimmed:
                 topics.delete_records(self._config, self._services, self._log, partition, offset)
                 shard.trimmed = offset
+
+    def _now_ms(self) -> int:
+        return _now_ms() + self._clock.correction_ms
 
 
 def _now_ms() -> int:

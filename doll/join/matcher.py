@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import msgspec
@@ -93,7 +94,8 @@ class Matcher:
         self._labels = [(label.name.encode(), label.take, _absent(config, label)) for label in config.labels]
         self._window_ms = round(1000 * config.window_s)
         self._open_ms = self._window_ms + round(1000 * config.lateness_s)
-        self._early_ms = None if config.early_after_s is None else round(1000 * config.early_after_s)
+        early_s = config.early_after_s
+        self._first_wait_ms = self._open_ms if early_s is None else round(1000 * early_s)  # of features
         self._late_ms = round(1000 * config.kept_late_s)
         self._drops = config.on_close == "drop"
         self._confirms = config.confirm
@@ -144,45 +146,60 @@ class Matcher:
                     settled[serial - restart.serial] = 1
             kept.update((item.serial, item) for item in step.kept)
         self.watermarks.restore(restart.marks)
-        self._serial = restart.serial
+        self._serial, entries = restart.serial, self._entries
         for offset, pack in packs:
             self._segment(offset, restart.journal, pack.now_ms)
-            if self._entries.spilled:
-                self._entries.fetch(record.key for record in pack.records)
-            for record in pack.records:
-                if not settled[self._serial - restart.serial]:
-                    self._adopt(record, kept.get(self._serial))
-                self._serial += 1
-            self._entries.tidy()
+            until = self._serial + len(pack.records)
+            marks = settled[self._serial - restart.serial : until - restart.serial]
+            live = [item for item, mark in zip(enumerate(pack.records, self._serial), marks, strict=False) if not mark]
+            if entries.spilled:
+                # Features that are not settled are the only ones of their key: only a label may be before them.
+                also = entries.spilled_waiting > 0
+                entries.fetch(record.key for _, record in live if also or record.source != FEATURES)
+            for source, run in groupby(live, key=_source_of):
+                if source == FEATURES:
+                    self._adopt(list(run), kept)
+                else:
+                    for self._serial, record in run:
+                        self._adopt_label(record)
+            self._serial = until
+            entries.tidy()
         if (got := self._serial - restart.serial) != len(settled):
             raise ValueError(f"expected {len(settled)} records of the join log from {restart.offset}, got {got}")
 
-    def _adopt(self, record: Routed, kept: Kept | None) -> None:
-        """Add a record of an open key to its entry."""
-        entry = self._entries.get(record.key)
-        if record.source != FEATURES:
-            if entry is None:
-                self._begin(record, self._serial, None)
-            else:
-                entry.labels.append(record)
-                entry.serials.append(self._serial)
-                self._entries.grew(1, entry)
-            return
-        waiting = entry
-        if waiting is not None:
-            self._discard(waiting)
-        entry = self._begin(record, self._serial, record, None if waiting is None else waiting.segment)
-        if waiting is not None:
-            entry.labels, entry.serials = waiting.labels, waiting.serials
-            self._entries.grew(len(waiting.labels), entry)
-        if kept is not None:
-            entry.state, entry.shown = cast(State, kept.state), kept.shown
-            entry.deadline_ms = record.time_ms + self._open_ms + (self._late_ms if kept.state == "closed" else 0)
-            self._entries.rearm(entry)
+    def _adopt(self, features: list[tuple[int, Routed]], kept: Mapping[int, Kept]) -> None:
+        """Begin the entries of features, which have their serials."""
+        segment, wait_ms = self._first_segment + len(self._segments) - 1, self._first_wait_ms
+        entries = [
+            Entry(record.key, "open", record.time_ms + wait_ms, serial, segment, record, [], [])
+            for serial, record in features
+        ]
+        self._segments[-1].live += len(entries)
+        for entry in entries if kept else ():
+            if (item := kept.get(entry.number)) is not None and entry.features is not None:
+                entry.state, entry.shown = cast(State, item.state), item.shown
+                late_ms = self._late_ms if item.state == "closed" else 0
+                entry.deadline_ms = entry.features.time_ms + self._open_ms + late_ms
+        for entry in entries:
+            if (waiting := self._entries.get(entry.key)) is not None:
+                self._entries.remove(waiting)
+                self._segments[-1].live -= 1
+                entry.segment, entry.labels, entry.serials = waiting.segment, waiting.labels, waiting.serials
+        self._entries.add_all(entries)
+
+    def _adopt_label(self, label: Routed) -> None:
+        """Add a label to the entry of its key."""
+        entry = self._entries.get(label.key)
+        if entry is None:
+            self._begin(label, self._serial)
+        else:
+            entry.labels.append(label)
+            entry.serials.append(self._serial)
+            self._entries.grew(1, entry)
 
     def _segment(self, offset: int, journal: int, now_ms: int) -> None:
-        """Begin a segment at this pack if the last one is long enough."""
-        if not self._segments or now_ms - self._segments[-1].began_ms >= self._segment_ms:
+        """Begin a segment at this pack if the last one is long enough, or has another joiner's clock."""
+        if not self._segments or not 0 <= now_ms - self._segments[-1].began_ms < self._segment_ms:
             self._segments.append(_Segment(offset, self._serial, journal, now_ms))
 
     # --- packs --------------------------------------------------------------------------------------------------------
@@ -196,8 +213,8 @@ class Matcher:
         if entries.spilled:
             entries.fetch(record.key for record in pack.records)
         pairs, get, add, serial = self._pairs, entries.get, entries.add, self._serial
-        features_ms = self._open_ms if self._early_ms is None else self._early_ms
-        labels_ms, segment = self._open_ms, self._first_segment + len(self._segments) - 1
+        features_ms, labels_ms = self._first_wait_ms, self._open_ms
+        segment = self._first_segment + len(self._segments) - 1
         for record in pack.records:
             entry = get(record.key)
             if entry is None:
@@ -267,7 +284,7 @@ class Matcher:
         labels, serials = waiting.labels, waiting.serials
         waiting.state, waiting.features, waiting.number = "open", record, self._serial
         waiting.labels, waiting.serials = [], []
-        waiting.deadline_ms = record.time_ms + (self._open_ms if self._early_ms is None else self._early_ms)
+        waiting.deadline_ms = record.time_ms + self._first_wait_ms
         self._entries.complete(waiting)
         self._entries.grew(-len(labels), waiting)
         for label, serial in zip(labels, serials, strict=True):
@@ -278,22 +295,18 @@ class Matcher:
         if entry is not None and entry.state == "open":
             self._entries.rearm(entry)
 
-    def _begin(self, record: Routed, serial: int, features: Routed | None, segment: int | None = None) -> Entry:
-        """Begin an entry with a record. `segment`: that of its first record; None: the present one."""
-        wait_ms = self._open_ms if self._early_ms is None or features is None else self._early_ms
+    def _begin(self, label: Routed, serial: int, segment: int | None = None) -> None:
+        """Begin an entry with a label. `segment`: that of its first record; None: the present one."""
         if segment is None:
             segment = self._first_segment + len(self._segments) - 1
         self._segments[segment - self._first_segment].live += 1
-        state: State = "waiting" if features is None else "open"
-        labels, serials = ([record], [serial]) if features is None else ([], [])
-        entry = Entry(record.key, state, record.time_ms + wait_ms, serial, segment, features, labels, serials)
-        self._entries.add(entry)
-        return entry
+        deadline_ms = label.time_ms + self._open_ms
+        self._entries.add(Entry(label.key, "waiting", deadline_ms, serial, segment, None, [label], [serial]))
 
     def _add_label(self, label: Routed, serial: int, segment: int | None = None) -> None:
         entry = self._entries.get(label.key)
         if entry is None:
-            self._begin(label, serial, None, segment)
+            self._begin(label, serial, segment)
         elif entry.features is not None:
             self._match(entry, label, serial)
         elif len(entry.labels) >= MAX_LABELS:
@@ -452,6 +465,10 @@ class Matcher:
         new = labels[-1:] if is_correction else labels
         self._out.samples.append(Sample(value, features, tuple(new), is_correction))
         self._out.corrections += is_correction
+
+
+def _source_of(item: tuple[int, Routed]) -> int:
+    return item[1].source
 
 
 def _absent(config: JoinConfig, label: LabelConfig) -> bytes:

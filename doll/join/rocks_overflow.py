@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,68 +20,87 @@ from doll.join.entries import Entry
 _PREFIX: Final = "doll-join-"
 _FOLDER: Final = re.compile(rf"{_PREFIX}(\d+)-")
 _PLACE: Final = b"k"
-_TIME_BYTES: Final = 8
+_BLOCK_KEYS: Final = 1_000
+_FILES: Final = 16  # that a search may look into, before they are merged
+_NEVER: Final = 1 << 30  # what is removed must not wait until files are merged
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Entry).decode
+_decode_keys = msgspec.msgpack.Decoder(list[bytes]).decode
+_key_of = attrgetter("key")
 
 
 class RocksOverflow:
-    """Entries in a RocksDB of a temporary folder: by key, and beside it the keys in the order of their deadlines."""
+    """Entries in a RocksDB of a temporary folder, by key; and their keys in blocks, in the order of their deadlines.
+
+    Entries come many at once, and a restart writes all of them. They are sorted first, because the database then puts
+    each beside the one before. A block is not changed when one of its keys is taken: who takes the block finds no
+    entry, or a later one, which then waits in memory.
+    """
 
     def __init__(self) -> None:
         """Create the store. The folder and the database are made when the first entries come."""
-        self._new_batch = partial(rocksdict.WriteBatch, raw_mode=True)
         self._unlogged = rocksdict.WriteOptions()
         # A restart makes the entries again from the join log. The stubs of rocksdict take the property for a method.
         self._unlogged.disable_wal = True  # type: ignore[method-assign, assignment]
         self._folder = ""
         self._db: Any = None
+        self._blocks: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # heaps: first deadline, and number
+        self._num_blocks = 0
 
     def _open(self) -> Any:
         self._folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
         options = rocksdict.Options(raw_mode=True)
         options.set_write_buffer_size(32 * 1024 * 1024)
         options.set_max_write_buffer_number(2)
+        options.set_level_zero_file_num_compaction_trigger(_FILES)
+        options.set_level_zero_slowdown_writes_trigger(_NEVER)
+        options.set_level_zero_stop_writes_trigger(_NEVER)
         blocks = rocksdict.BlockBasedOptions()
         blocks.set_bloom_filter(10, False)
         blocks.set_block_cache(rocksdict.Cache(32 * 1024 * 1024))
         options.set_block_based_table_factory(blocks)
         return rocksdict.Rdict(self._folder, options)
 
-    def put_all(self, entries: Iterable[Entry]) -> None:
+    def put_all(self, entries: Sequence[Entry]) -> None:
         if self._db is None:
             self._db = self._open()
-        batch = self._new_batch()
-        for entry in entries:
+        batch = rocksdict.WriteBatch(raw_mode=True)
+        for waiting, heap in self._blocks.items():
+            due = sorted((item.deadline_ms, item.key) for item in entries if (item.features is None) == waiting)
+            for at in range(0, len(due), _BLOCK_KEYS):
+                heappush(heap, (due[at][0], self._num_blocks))
+                batch.put(_block(self._num_blocks), _encode([key for _, key in due[at : at + _BLOCK_KEYS]]))
+                self._num_blocks += 1
+        for entry in sorted(entries, key=_key_of):
             batch.put(_PLACE + entry.key, _encode(entry))
-            batch.put(_deadline(entry), entry.key)
         self._db.write(batch, self._unlogged)
 
     def take(self, keys: list[bytes]) -> list[Entry]:
         values: Any = self._db[[_PLACE + key for key in keys]]
-        return self._removed([_decode(value) for value in values if value is not None])
+        entries = [_decode(value) for value in values if value is not None]
+        self._remove([_PLACE + entry.key for entry in entries])
+        return entries
 
-    def take_due(self, waiting: bool, until_ms: int, most: int) -> list[Entry]:
-        prefix = _prefix(waiting)
-        keys: list[bytes] = []
-        for at, key in self._db.items(from_key=prefix):
-            if at[:1] != prefix or int.from_bytes(at[1 : 1 + _TIME_BYTES], "big") > until_ms or len(keys) == most:
-                break
-            keys.append(key)
-        return self.take(keys) if keys else []
+    def take_due(self, waiting: bool, until_ms: int) -> list[Entry]:
+        heap = self._blocks[waiting]
+        while heap and heap[0][0] <= until_ms:
+            place = _block(heappop(heap)[1])
+            keys = _decode_keys(self._db[place])
+            self._remove([place])
+            if entries := self.take(keys):
+                return entries
+        return []
 
     def close(self) -> None:
         if self._db is not None:
             self._db.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _removed(self, entries: list[Entry]) -> list[Entry]:
-        batch = self._new_batch()
-        for entry in entries:
-            batch.delete(_PLACE + entry.key)
-            batch.delete(_deadline(entry))
+    def _remove(self, places: list[bytes]) -> None:
+        batch = rocksdict.WriteBatch(raw_mode=True)
+        for place in places:
+            batch.delete(place)
         self._db.write(batch, self._unlogged)
-        return entries
 
 
 def remove_leftovers() -> None:
@@ -102,11 +122,6 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _prefix(waiting: bool) -> bytes:
-    return b"w" if waiting else b"f"
-
-
-def _deadline(entry: Entry) -> bytes:
-    """Return the key whose order is that of the deadlines."""
-    at = max(entry.deadline_ms, 0).to_bytes(_TIME_BYTES, "big") + entry.number.to_bytes(_TIME_BYTES, "big")
-    return _prefix(entry.features is None) + at
+def _block(number: int) -> bytes:
+    """Return the place of a block of keys: those of blocks are in their order, and before those of entries."""
+    return b"b" + number.to_bytes(8, "big")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -46,6 +46,7 @@ class Router:
         extractors = [Extractor(config, source, max_record_bytes=max_record_bytes) for source in sources]
         self._extractors = {extractor.topic: extractor for extractor in extractors}
         self._max_ahead_ms = round(1000 * config.max_ahead_s)
+        self._open_ms = round(1000 * (config.window_s + config.lateness_s))
         self.next_offsets: dict[Input, int] = {}
         self.refused: list[RefusedRecord] = []
         self._times_ms: dict[Input, int] = {}
@@ -73,24 +74,24 @@ class Router:
         parts = None if read.headers else extractor.read_all(read.values, read.keys, read.timestamps)
         latest_ms = now_ms + self._max_ahead_ms
         if parts is None or max(parts[1]) > latest_ms:
-            self._add_each(extractor, partition, read, latest_ms)
+            self._add_each(extractor, partition, read, now_ms)
             return
         keys, times_ms, contents = parts
-        self._advance((source, partition), max(times_ms))
+        self._advance((source, partition), max(times_ms), now_ms)
         routed = map(Routed, repeat(source), repeat(partition), read.offsets, times_ms, keys, contents)
         logs = self._routed
         for at, record in zip(map(partition_of, keys, repeat(len(logs))), routed, strict=True):
             logs[at].append(record)
 
-    def _add_each(self, extractor: Extractor, partition: int, read: Read, latest_ms: int) -> None:
-        source = extractor.source
+    def _add_each(self, extractor: Extractor, partition: int, read: Read, now_ms: int) -> None:
+        source, latest_ms = extractor.source, now_ms + self._max_ahead_ms
         for offset, value, key, timestamp, headers in zip(
             read.offsets, read.values, read.keys, read.timestamps, read.headers or repeat(()), strict=False
         ):
             try:
                 record_key, time_ms, content = extractor.read(value, key, timestamp, headers)
                 if time_ms > latest_ms:
-                    ahead_s = (time_ms - latest_ms + self._max_ahead_ms) / 1000
+                    ahead_s = (time_ms - now_ms) / 1000
                     raise Bad(
                         "ahead", f"its event time is {ahead_s:.0f} s in the future: a wrong clock, or another unit"
                     )
@@ -100,18 +101,32 @@ class Router:
                 named = (key or b"")[:MAX_PAYLOAD_BYTES]
                 self.refused.append(RefusedRecord(source, partition, offset, -1, named, cut, bad.code, reason))
                 continue
-            self._advance((source, partition), time_ms)
+            self._advance((source, partition), time_ms, now_ms)
             self._routed[partition_of(record_key, len(self._routed))].append(
                 Routed(source, partition, offset, time_ms, record_key, content)
             )
 
-    def _advance(self, where: Input, time_ms: int) -> None:
-        self._times_ms[where] = max(self._times_ms.get(where, -1), time_ms)
+    def _advance(self, where: Input, time_ms: int, now_ms: int) -> None:
+        """Note an event time. One in the future closes no window before its time."""
+        self._times_ms[where] = max(self._times_ms.get(where, -1), min(time_ms, now_ms))
 
-    def read_to_end(self, inputs: Iterable[Input], time_ms: int) -> None:
-        """Note that all records that these partitions had at this time have been read."""
-        for key in inputs:
-            self._advance(key, time_ms)
+    def read_until(self, times_ms: Mapping[Input, int], now_ms: int, newest_ms: int) -> list[Input]:
+        """Note that all records have been read that each of these partitions had at a time.
+
+        The event time of a partition that was read to its end (its time is `now_ms`) is now. In others, records come
+        all the time. Their event time follows the newest one of all partitions, `newest_ms`, by a window at most.
+        Otherwise one producer with a wrong clock would keep all windows open. Return those that were behind it.
+        """
+        newest_ms = max(newest_ms, *self._times_ms.values(), -1)
+        behind = []
+        for where, time_ms in times_ms.items():
+            if time_ms < now_ms:
+                time_ms = min(time_ms, newest_ms) - self._open_ms
+                if time_ms <= self._times_ms.get(where, -1):
+                    continue
+                behind.append(where)
+            self._advance(where, time_ms, now_ms)
+        return behind
 
     def take(self, now_ms: int) -> list[tuple[int, Pack]]:
         """Return the packs to write, with their partitions of the log, in order; none if nothing has changed."""

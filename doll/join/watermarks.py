@@ -1,10 +1,26 @@
-"""Event time up to which the joined topics have been read. Pure."""
+"""Event time up to which the joined topics have been read, and the clock that it is compared with. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from doll.records.join_log import FEATURES, Progress
+
+
+class BrokerClock:
+    """This machine's clock, as the broker's clock would say it: joiners with wrong clocks close the same windows.
+
+    Attributes:
+        correction_ms: what is added to this machine's clock. It is 0 if both may be equal.
+    """
+
+    def __init__(self) -> None:
+        self.correction_ms = 0
+
+    def note(self, sent_ms: int, written_ms: int, confirmed_ms: int) -> None:
+        """Note when the broker has written a record, and when, by this clock, it was sent and confirmed. The corrected
+        time is not later than the broker's, and earlier by the time from then until the confirmation at most."""
+        self.correction_ms = 0 if sent_ms <= written_ms <= confirmed_ms else written_ms - confirmed_ms
 
 
 class Watermarks:
@@ -26,6 +42,10 @@ class Watermarks:
         if progress.offset >= self.offsets.get(key, 0):
             self.offsets[key] = progress.offset
         self.times_ms[key] = max(self.times_ms.get(key, progress.time_ms), progress.time_ms)
+
+    def newest_ms(self) -> int:
+        """Return the newest watermark of a partition; -1: there is none."""
+        return max(self.times_ms.values(), default=-1)
 
     def features_ms(self) -> int | None:
         """Return the event time up to which all features have been read; None: nothing is known of a partition."""

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
 from doll.config import JobConfig
 from doll.errors import DataLossError, FencedError, ServiceUnavailableError
 from doll.kafka.clients import (
-    ADMIN_S,
     error_of,
     list_offsets,
     make_admin,
@@ -237,6 +235,7 @@ class GroupStream:
         self._on_assigned, self._on_revoked = on_assigned, on_revoked
         self.at_end: dict[Place, int] = {}
         self._next: dict[Place, int] = {}  # next offset of each partition of this member
+        self._asked: dict[Place, tuple[int, int]] = {}  # a time, and the end that a partition had
         self._failed: BaseException | None = None
         self._writer = TransactionalWriter(
             config, services, f"doll.{config.job}.{name}.{member}", transaction_s=_TRANSACTION_S, call_s=_CALL_S
@@ -295,25 +294,24 @@ class GroupStream:
             return True
         return is_error(message)
 
-    def read_to_end(self, places: Iterable[Place]) -> tuple[float, list[Place]]:
-        """Return a time, Unix seconds, and those of the partitions of which all records have been read that Kafka had
-        at this time. A partition with an open transaction is not among them."""
-        wanted = {TopicPartition(*place): place for place in places if place in self.at_end}
-        now_s = time.time()
+    def read_until(self, topics: Collection[str], now_ms: int) -> dict[Place, int]:
+        """Return, by partition, a time: all records have been read that Kafka had then, those of transactions that were
+        open included. It is `now_ms`, or, if more has been written since, the time of an earlier call."""
+        wanted = [TopicPartition(*place) for place in self._next if place[0] in topics]
         if not wanted:
-            return now_s, []
+            return {}
         try:
-            stable = self._ends(list(wanted), IsolationLevel.READ_COMMITTED)
-            ends = self._ends(list(wanted), IsolationLevel.READ_UNCOMMITTED)
+            ends = list_offsets(self._admin, wanted, OffsetSpec.latest())
         except (KafkaException, TimeoutError):
-            return now_s, []
-        return now_s, [p for p in wanted.values() if self.at_end.get(p) == stable[p] == ends[p]]
-
-    def _ends(self, partitions: list[TopicPartition], level: IsolationLevel) -> dict[Place, int]:
-        futures = self._admin.list_offsets(
-            dict.fromkeys(partitions, OffsetSpec.latest()), isolation_level=level, request_timeout=ADMIN_S
-        )
-        return {(item.topic, item.partition): future.result().offset for item, future in futures.items()}
+            return {}
+        times_ms = {}
+        for place, end in ends.items():
+            read = max(self._next.get(place, 0), self.at_end.get(place, 0))
+            asked_ms, asked_end = self._asked.get(place, (0, 0))
+            if read >= asked_end:
+                times_ms[place] = now_ms if read >= end else asked_ms
+                self._asked[place] = now_ms, end
+        return times_ms
 
     def committed(self, places: Sequence[Place]) -> dict[Place, Committed]:
         """Return the committed offsets of some partitions."""
@@ -363,6 +361,7 @@ class GroupStream:
         for place in places:
             self.at_end.pop(place, None)
             self._next.pop(place, None)
+            self._asked.pop(place, None)
         try:
             self._on_revoked(places, is_member)
         except BaseException as exc:  # the client would only log it

@@ -26,11 +26,15 @@ _CLOSE_S: Final = 5.0
 
 
 class Delivery(NamedTuple):
-    """The result for a record: it is stored at `offset`, or refused (`refusal` is the reason, offset is -1)."""
+    """The result for a record: it is stored at `offset`, or refused (`refusal` is the reason, offset is -1).
+
+    `time_ms`: when it was stored, by the broker's clock, if the topic has LogAppendTime; else as the client said.
+    """
 
     topic: str
     offset: int
     refusal: str = ""
+    time_ms: int = -1
 
 
 class ClientError(NamedTuple):
@@ -148,7 +152,7 @@ class Publisher:
     def _on_delivery(self, on_delivery: Callable[[Delivery], None] | None, error: Any, message: Any) -> None:
         if error is None:
             if on_delivery is not None:
-                on_delivery(Delivery(message.topic(), int(message.offset())))
+                on_delivery(Delivery(message.topic(), int(message.offset()), time_ms=message.timestamp()[1]))
         else:
             reason = reason_of(error, self._kafka, "Write", message.topic())
             self._refuse(on_delivery, Delivery(message.topic(), -1, reason))

@@ -308,8 +308,8 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
         for target in panel.get("targets", [])
         for name in METRIC.findall(target["expr"])
     }
-    # Counters of what has not happened are not there yet, and this job has no provisioner and no objective.
-    others = ("doll_provisioner_", "doll_freshness_objective_")
+    # Counters of what has not happened are not there yet, and this job has no provisioner, no objective and no join.
+    others = ("doll_provisioner_", "doll_freshness_objective_", "doll_joiner_")
     wanted = {name for name in used if not (name.endswith("_total") or name.startswith(others))}
     stack.until(lambda: wanted <= {key.partition("{")[0] for key in scrape(metrics)}, f"each of {sorted(wanted)}")
 

@@ -1,8 +1,12 @@
-"""The pure core of `doll join`: random plays, with restarts at any pack, against a join of all records at once."""
+"""The pure core of `doll join`: random plays, with restarts at any pack, against a join of all records at once.
+
+`DOLL_PLAYS=10000` tries so many.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
 from typing import Any, NamedTuple
@@ -14,6 +18,8 @@ from doll.join.matcher import Decisions, Matcher
 from doll.join.rocks_overflow import RocksOverflow
 from doll.records.join_log import FEATURES, Pack, Progress, Routed, parse_restart
 from fuzzing import examples
+
+PLAYS = int(os.environ.get("DOLL_PLAYS", "0")) or examples(300)
 
 
 class Play(NamedTuple):
@@ -94,7 +100,7 @@ def joined(play: Play, rng: random.Random | None = None, *, spills: bool = False
     return journal, count
 
 
-@pytest.mark.parametrize("seed", range(examples(300)))
+@pytest.mark.parametrize("seed", range(PLAYS))
 def test_a_matcher_that_begins_again_decides_the_same(seed: int) -> None:
     play = random_play(random.Random(seed))
     expected, count = joined(play)
@@ -105,7 +111,7 @@ def test_a_matcher_that_begins_again_decides_the_same(seed: int) -> None:
     assert count == open_keys
 
 
-@pytest.mark.parametrize("seed", range(examples(300)))
+@pytest.mark.parametrize("seed", range(PLAYS))
 def test_each_record_counts_once(seed: int) -> None:
     """Features: in one first sample, dropped, refused or open. Labels: new in one sample, refused or open."""
     play = random_play(random.Random(seed))
