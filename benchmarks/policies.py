@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -22,6 +23,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from doll.theory.comparison import standard_error
 
 from benchmarks import results
 
@@ -107,7 +110,8 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One run. `score`: the metric, between 0 and 1. `seconds`: virtual time. `push_bytes`: of all workers."""
+    """One run. `score`: the metric, between 0 and 1. `seconds`: virtual time. `push_bytes`: of all workers. `commit`:
+    that of the code that has made it."""
 
     task: str
     policy: str
@@ -120,6 +124,7 @@ class Row:
     push_bytes: int
     usd: float
     advice: str | None
+    commit: str = ""
 
 
 def job_of(run: Run, *, quick: bool = False) -> Any:
@@ -138,10 +143,13 @@ def job_of(run: Run, *, quick: bool = False) -> Any:
 
 def followed(config: Any) -> Any:
     """Return the job after `doll.config.step_size.advice`, which says the same in words."""
-    from doll.config.step_size import dana_settings, updates_per_round
+    from doll.config.step_size import dana_settings, lr_ratio, updates_per_round
 
     training, ratio = config.training, updates_per_round(config)
     changes: dict[str, Any] = {}
+    if (factor := lr_ratio(config)) != 1:
+        args = {**training.optimizer.args, "lr": factor * training.optimizer.args["lr"]}
+        changes["optimizer"] = training.optimizer.model_copy(update={"args": args})
     if training.schedule:
         changes["schedule"] = [_stretched(part, ratio) for part in training.schedule]
     if training.ema is not None:
@@ -184,7 +192,7 @@ def measure(run: Run, quick: bool = False) -> Row:
     return Row(
         run.task, run.policy + (ADVISED if run.advised else ""), run.seed, score, loss, world.engine.samples_total,
         world.engine.version, world.now, world.push_bytes, world.now / 3600 * config.data.workers * USD_PER_H,
-        advice(config),
+        advice(config), results.commit(),
     )  # fmt: skip
 
 
@@ -222,31 +230,62 @@ def means(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-def behind(table: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return how far each policy is behind the best one of a task."""
-    best = max(row["score"] for row in table.values())
-    return {policy: best - row["score"] for policy, row in table.items()}
+class Lack(NamedTuple):
+    """How far a policy is behind the best one: the mean over the seeds, and its standard error (NaN for one seed)."""
+
+    mean: float
+    error: float
+
+    @property
+    def is_far(self) -> bool:
+        """Whether it is more than `POINTS` behind, and by more than the standard error."""
+        return self.mean > POINTS + (0.0 if math.isnan(self.error) else self.error)
 
 
-def text(rows: Sequence[Row], commit: str) -> str:
+def behind(rows: Sequence[Row]) -> dict[str, Lack]:
+    """Return how far each policy is behind the best one of the rows' task, compared seed by seed.
+
+    The best of many noisy means is probably not as good as it looks. So the policy that is best over the other seeds
+    stands for the best one at each seed. With one seed there is no such correction.
+    """
+    scores: dict[str, dict[int, float]] = {}
+    for row in rows:
+        scores.setdefault(row.policy, {})[row.seed] = row.score
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in scores.values())))
+
+    def best_at(seed: int) -> float:
+        others = [other for other in seeds if other != seed] or [seed]
+        best = max(scores, key=lambda policy: statistics.mean(scores[policy][other] for other in others))
+        return scores[best][seed]
+
+    best = {seed: best_at(seed) for seed in seeds}
+    lacks = {policy: [best[seed] - by_seed[seed] for seed in seeds] for policy, by_seed in scores.items()}
+    return {policy: Lack(statistics.mean(values), standard_error(values)) for policy, values in lacks.items()}
+
+
+def text(rows: Sequence[Row]) -> str:
     """Return the tables in Markdown."""
-    parts = [f"Commit {commit}. Means over the seeds; in brackets the range. Bold: more than 3 points behind the best."]
+    parts = [
+        "Means over the seeds; in brackets the range. Behind the best: the mean of the differences seed by seed, and "
+        "its standard error. Bold: more than 3 points and this error behind."
+    ]
     for task, table in means(rows).items():
-        lacks = behind(table)
+        same = [row for row in rows if row.task == task]
+        lacks = behind(same)
         parts.append(
-            f"\n**{task}** ({TASKS[task].metric}, %)\n\n"
+            f"\n**{task}** ({TASKS[task].metric}, %; commit {', '.join(sorted({row.commit for row in same}))})\n\n"
             "| policy | % | behind the best | time (s) | pushes (MB) | money ($) | seeds |\n"
             "|---|---|---|---|---|---|---|"
         )
         order = [label + end for label in POLICIES for end in ("", ADVISED) if label + end in table]
         for policy in order:
-            row = table[policy]
-            far = f"{100 * lacks[policy]:.1f}"
+            row, lack = table[policy], lacks[policy]
+            far = f"{100 * lack.mean:.1f}"
             name = policy.removesuffix(ADVISED)
             cells = [
                 f"`{name}`{policy.removeprefix(name)}", f"{100 * row['score']:.1f} ({100 * row['spread']:.1f})",
-                f"**{far}**" if lacks[policy] > POINTS else far, f"{row['seconds']:.0f}", f"{row['megabytes']:.3g}",
-                f"{row['usd']:.4f}", f"{row['seeds']:.0f}",
+                (f"**{far}**" if lack.is_far else far) + (f" ± {100 * lack.error:.1f}" if row["seeds"] > 1 else ""),
+                f"{row['seconds']:.0f}", f"{row['megabytes']:.3g}", f"{row['usd']:.4f}", f"{row['seeds']:.0f}",
             ]  # fmt: skip
             parts.append(f"| {' | '.join(cells)} |")
     return "\n".join(parts)
@@ -281,11 +320,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{row.task} {row.policy} seed {row.seed}: {100 * row.score:.1f} %, {row.seconds:.0f} s", flush=True)
             if not args.quick:
                 results.keep("policies", {"rows": [asdict(each) for each in rows]})
-    commit = results.commit()
-    print(text(rows, commit))
+    print(text(rows))
     if args.docs:
         command = "python -m benchmarks.policies --docs"
-        results.update_section(results.DOCS / "benchmarks.md", "policies", command, text(rows, commit))
+        results.update_section(results.DOCS / "benchmarks.md", "policies", command, text(rows))
     return 0
 
 

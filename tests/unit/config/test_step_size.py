@@ -117,8 +117,18 @@ def test_the_outer_momentum_is_for_rounds_of_this_length(local_batches: int, mom
         (["training.policy={name: asp}"], None),
         (
             ["training.policy={name: asp}", "training.optimizer={name: adagrad, momentum: 0.9}"],
-            "set training.policy.con",
+            "set training.policy.contribution=step: the state of the server's optimizer",
         ),
+        (
+            ["training.policy={name: asp}", "training.optimizer={name: adam}"],
+            "set training.policy.contribution=step: the state of the server's optimizer",
+        ),
+        (
+            ["training.policy={name: asp, contribution: step}", "training.optimizer={class: torch.optim.NAdam}"],
+            "if training.optimizer's lr was chosen for bsp, multiply it by 2:",
+        ),
+        (["training.policy={name: isp}", "training.optimizer={class: torch.optim.AdamW}"], "multiply it by 2:"),
+        (["training.policy={name: wsp}", "training.optimizer={name: adagrad}"], "whose mean has 2 times less noise"),
         (
             ["training.policy={name: asp, contribution: step}", "training.optimizer.momentum=0.9"],
             "set training.optimizer.nesterov=true:",
@@ -134,6 +144,9 @@ def test_the_outer_momentum_is_for_rounds_of_this_length(local_batches: int, mom
         ),
         (["training.policy={name: diloco}", "training.ema={decay: 0.9}"], "by 0.0625, and take the root 0.0625"),
         (["training.policy={name: wsp, wave_batches: 4}", "stop.updates=9"], None),
+        (["training.policy={name: isp, contributions: sum}", "training.optimizer={name: adam}"], None),
+        (["training.policy={name: bsp}", "training.optimizer={name: adam}"], None),
+        (["training.policy={name: isp}"], None),
     ],
 )
 def test_a_policy_says_what_it_needs_and_bsp_does_not(overrides: list[str], said: str | None) -> None:
