@@ -130,6 +130,7 @@ class Row:
 def job_of(run: Run, *, quick: bool = False) -> Any:
     """Return the job of a run."""
     from doll.config import load, parse
+    from doll.config.step_size import dana_settings
 
     task = TASKS[run.task]
     samples = task.quick_samples if quick else task.samples
@@ -137,13 +138,14 @@ def job_of(run: Run, *, quick: bool = False) -> Any:
         f"training.policy={POLICIES[run.policy]}", f"stop={{samples: {samples}}}", f"seed={run.seed}",
         "worker.max_pending_batches=400", "checkpoint.every_updates=20", *task.overrides,
     ]  # fmt: skip
-    config = parse(task.job, overrides) if isinstance(task.job, str) else load(task.job, overrides)
-    return followed(config) if run.advised else config
+    read: Any = parse if isinstance(task.job, str) else load
+    config = read(task.job, overrides)
+    return followed(read(task.job, [*overrides, *dana_settings(config)])) if run.advised else config
 
 
 def followed(config: Any) -> Any:
-    """Return the job after `doll.config.step_size.advice`, which says the same in words."""
-    from doll.config.step_size import dana_settings, lr_ratio, updates_per_round
+    """Return the job with the lr and the numbers of updates of `doll.config.step_size.advice`."""
+    from doll.config.step_size import lr_ratio, updates_per_round
 
     training, ratio = config.training, updates_per_round(config)
     changes: dict[str, Any] = {}
@@ -154,10 +156,6 @@ def followed(config: Any) -> Any:
         changes["schedule"] = [_stretched(part, ratio) for part in training.schedule]
     if training.ema is not None:
         changes["ema"] = training.ema.model_copy(update={"decay": training.ema.decay ** (1 / ratio)})
-    if "training.policy.contribution=step" in (settings := dana_settings(config)):
-        changes["policy"] = training.policy.model_copy(update={"contribution": "step"})
-    if "training.optimizer.nesterov=true" in settings:
-        changes["optimizer"] = training.optimizer.model_copy(update={"nesterov": True})
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 

@@ -15,6 +15,13 @@ from doll.config.training import OptimizerConfig, SgdConfig, TorchConfig
 
 # Names of optimizers whose steps have a size of their own, whatever the size of the gradients is.
 _NORMALIZING: Final = ("ada", "nadam", "radam", "rmsprop")
+# Classes that torch.optim.NAdam can take the place of: arguments that must be given, because its defaults differ, and
+# what else to set. It takes no other arguments than `_NADAM_ARGS`.
+_NADAM: Final = {
+    "torch.optim.Adam": ({"lr"}, ()),
+    "torch.optim.AdamW": ({"lr", "weight_decay"}, ("training.optimizer.args.decoupled_weight_decay=true",)),
+}
+_NADAM_ARGS: Final = {"lr", "betas", "eps", "weight_decay"}
 
 
 def step_factor(config: JobConfig) -> float:
@@ -126,10 +133,10 @@ def _normalizes(optimizer: OptimizerConfig) -> bool:
 def advice(config: JobConfig) -> str | None:
     """Return what to set if the policy learns worse than `bsp` from the same samples, or None if there is nothing.
 
-    The rule for `asp` is DANA-Slim (Hakimi et al., 2019, "Taming Momentum in a Distributed Asynchronous Environment"):
-    each worker has its own momentum, and Nesterov's form of it computes gradients where the steps of the other workers
-    will have moved the model (ADR 123). The rule for the learning rate is that of `lr_ratio`. The rule for numbers of
-    updates follows from counting updates.
+    The rule for `asp` and `vap` is DANA-Slim (Hakimi et al., 2019, "Taming Momentum in a Distributed Asynchronous
+    Environment"): each worker has its own momentum, and Nesterov's form of it computes gradients where the steps of the
+    other workers will have moved the model (ADR 123). The rule for the learning rate is that of `lr_ratio`. The rule
+    for numbers of updates follows from counting updates.
 
     >>> from doll.config import parse
     >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: asp}, optimizer: {momentum: 0.9}}}"
@@ -141,9 +148,9 @@ def advice(config: JobConfig) -> str | None:
     said = []
     if settings := dana_settings(config):
         said.append(
-            f"set {' '.join(settings)}: the state of the server's optimizer, such as its momentum, changes with each "
-            f"update, of which there are {ratio:.3g} where bsp makes one, and the gradients come from weights before "
-            "the steps of the others"
+            f"set {' '.join(settings)}: the gradients come from weights before the steps of the others, which "
+            "Nesterov's momentum makes up for if each worker has its own; the momentum of the server's optimizer fades "
+            f"with each update, of which there are {ratio:.3g} where bsp makes one"
         )
     if (factor := lr_ratio(config)) != 1:
         said.append(
@@ -162,21 +169,28 @@ def advice(config: JobConfig) -> str | None:
 
 
 def dana_settings(config: JobConfig) -> tuple[str, ...]:
-    """Return the settings that make `asp` with momentum DANA-Slim, or give each worker an optimizer that normalizes its
-    steps; no settings where they are set, or for other policies and optimizers.
+    """Return the settings that give each worker under `asp` and `vap` its own optimizer with Nesterov's momentum; no
+    settings where they are set, or for other policies and optimizers.
 
     >>> from doll.config import parse
     >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: asp}, optimizer: {momentum: 0.9}}}"
     >>> dana_settings(parse(job, ["training.policy.contribution=step"]))
     ('training.optimizer.nesterov=true',)
+    >>> dana_settings(parse(job, ["training.optimizer={class: torch.optim.Adam, args: {lr: 0.1}}"]))
+    ('training.policy.contribution=step', 'training.optimizer.class=torch.optim.NAdam')
     """
     policy, optimizer = config.training.policy, config.training.optimizer
     values = optimizer.args if isinstance(optimizer, TorchConfig) else vars(optimizer)
-    if policy.name != "asp" or not policy.averages_workers or not (values.get("momentum") or _normalizes(optimizer)):
+    has_state = values.get("momentum") or _normalizes(optimizer)
+    if policy.name not in ("asp", "vap") or not policy.averages_workers or not has_state:
         return ()
     settings = [] if policy.sends_steps else ["training.policy.contribution=step"]
     if isinstance(optimizer, SgdConfig) and not optimizer.nesterov:
         settings.append("training.optimizer.nesterov=true")
-    elif isinstance(optimizer, TorchConfig) and not (_normalizes(optimizer) or values.get("nesterov")):
-        settings.append("training.optimizer.args.nesterov=true")
+    elif isinstance(optimizer, TorchConfig):
+        needed, more = _NADAM.get(optimizer.cls, (_NADAM_ARGS, ()))
+        if optimizer.cls in _NADAM and needed <= set(values) <= _NADAM_ARGS:
+            settings += ["training.optimizer.class=torch.optim.NAdam", *more]
+        elif not (_normalizes(optimizer) or values.get("nesterov")):
+            settings.append("training.optimizer.args.nesterov=true")
     return tuple(settings)

@@ -10,6 +10,7 @@ from doll.config.policy import policy_section
 from doll.config.step_size import advice, step_factor, step_text
 from doll.errors import ConfigError
 
+ADAMW = "{class: torch.optim.AdamW, args: {lr: 3e-3, weight_decay: 0.1}}"
 JOB = "{job: j, task: {class: 'm:C'}, data: {workers: 4, batch_size: 32}, worker: {max_pending_batches: 64}}"
 
 
@@ -117,12 +118,17 @@ def test_the_outer_momentum_is_for_rounds_of_this_length(local_batches: int, mom
         (["training.policy={name: asp}"], None),
         (
             ["training.policy={name: asp}", "training.optimizer={name: adagrad, momentum: 0.9}"],
-            "set training.policy.contribution=step: the state of the server's optimizer",
+            "set training.policy.contribution=step: the gradients",
         ),
         (
             ["training.policy={name: asp}", "training.optimizer={name: adam}"],
-            "set training.policy.contribution=step: the state of the server's optimizer",
+            "set training.policy.contribution=step: the gradients",
         ),
+        (
+            ["training.policy={name: vap}", f"training.optimizer={ADAMW}"],
+            "set training.optimizer.class=torch.optim.NAdam training.optimizer.args.decoupled_weight_decay=true:",
+        ),
+        (["training.policy={name: vap}", "training.optimizer.momentum=0.9"], "set training.optimizer.nesterov=true:"),
         (
             ["training.policy={name: asp, contribution: step}", "training.optimizer={class: torch.optim.NAdam}"],
             "if training.optimizer's lr was chosen for bsp, multiply it by 2:",
