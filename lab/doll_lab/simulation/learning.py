@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 from doll.config import JobConfig
 from doll.consumers.compute.error_feedback import ErrorFeedback
 from doll.consumers.compute.gradient import CachedVersion, GradientComputer
@@ -170,7 +169,6 @@ class LearningWorld(World[LearningProcess]):
         compute_s: Callable[[int, int], float] | Sequence[float] | float = 1.0,
         message_s: Callable[[int], float] = lambda size_bytes: 0.0,
         evaluate_every: int = 0,
-        error_of: Callable[[torch.nn.Module, int], HeldOutError] | None = None,
     ) -> None:
         """
         Args:
@@ -178,8 +176,6 @@ class LearningWorld(World[LearningProcess]):
                 of the batch in its stream, such as `jittered`.
             message_s: function that returns the seconds of a push of so many bytes on its worker's link.
             evaluate_every: samples between two held-out evaluations; 0: only at the end.
-            error_of: function of a version's model, and of the samples that it has learned, that measures its error;
-                None: the task's held-out samples.
         """
         # The limit is in seconds of this machine, on which the computation of a batch takes any time.
         patient = config.worker.model_copy(update={"set_limit_s": math.inf})
@@ -202,8 +198,7 @@ class LearningWorld(World[LearningProcess]):
         self._ahead = _AHEAD + 2 * max(policy.batches_per_push, policy.batches_per_update(workers))
         self._task = load_task(config)
         self._model = build(config, self._task)
-        held_out = HeldOut(self._task, config.evaluation.max_samples)
-        self._error_of = error_of or (lambda module, samples: held_out.evaluate(module))
+        self._held_out = HeldOut(self._task, config.evaluation.max_samples)
         parts = make_parts(config.training, build(config, load_task(config)))
         self._host = ModelHost(config, 1, parts.updater, self.blobs, parts.tables)
         self.points: list[Point] = []
@@ -356,9 +351,7 @@ class LearningWorld(World[LearningProcess]):
 
     def _evaluate(self) -> Point:
         self._model.load_weights(self._host.tensors()["weights"])
-        samples = self.engine.samples_total
-        point = Point(
-            self.now, self.engine.version, samples, self._error_of(self._model.module, samples), self.push_bytes
-        )
+        error = self._held_out.evaluate(self._model.module)
+        point = Point(self.now, self.engine.version, self.engine.samples_total, error, self.push_bytes)
         self.points.append(point)
         return point
