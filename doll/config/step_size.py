@@ -15,13 +15,7 @@ from doll.config.training import OptimizerConfig, SgdConfig, TorchConfig
 
 # Names of optimizers whose steps have a size of their own, whatever the size of the gradients is.
 _NORMALIZING: Final = ("ada", "nadam", "radam", "rmsprop")
-# Classes that torch.optim.NAdam can take the place of: arguments that must be given, because its defaults differ, and
-# what else to set. It takes no other arguments than `_NADAM_ARGS`.
-_NADAM: Final = {
-    "torch.optim.Adam": ({"lr"}, ()),
-    "torch.optim.AdamW": ({"lr", "weight_decay"}, ("training.optimizer.args.decoupled_weight_decay=true",)),
-}
-_NADAM_ARGS: Final = {"lr", "betas", "eps", "weight_decay"}
+_NADAM_ARGS: Final = {"lr", "betas", "eps", "weight_decay"}  # of AdamW's arguments, those that NAdam takes
 
 
 def step_factor(config: JobConfig) -> float:
@@ -110,10 +104,9 @@ def lr_ratio(config: JobConfig) -> float:
     moves the model as far as under `bsp`; 1 for other optimizers.
 
     `bsp` normalizes the mean of P gradients. If each gradient is normalized on its own and 1/P of the step counts, the
-    noise in what Adam divides by is sqrt(P) times as large, so the steps that add up are sqrt(P) times shorter. They
-    are as long and as noisy as under `bsp` with sqrt(P) times the lr. Source: the square root scaling rule (Malladi et
-    al., 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"), which is exact where a gradient is
-    mostly noise, and takes too long steps where it is not.
+    noise in what Adam divides by is sqrt(P) times as large, so the steps that add up are sqrt(P) times shorter.
+    Source: the square root scaling rule (Malladi et al., 2022, "On the SDEs and Scaling Rules for Adaptive Gradient
+    Algorithms"), which is for gradients that are mostly noise.
 
     >>> from doll.config import parse
     >>> job = "{job: j, task: {class: 'm:C'}, data: {workers: 4}, training: {optimizer: {name: adam}}}"
@@ -149,8 +142,7 @@ def advice(config: JobConfig) -> str | None:
     if settings := dana_settings(config):
         said.append(
             f"set {' '.join(settings)}: the gradients come from weights before the steps of the others, which "
-            "Nesterov's momentum makes up for if each worker has its own; the momentum of the server's optimizer fades "
-            f"with each update, of which there are {ratio:.3g} where bsp makes one"
+            "Nesterov's momentum makes up for if each worker has its own"
         )
     if (factor := lr_ratio(config)) != 1:
         said.append(
@@ -176,8 +168,6 @@ def dana_settings(config: JobConfig) -> tuple[str, ...]:
     >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: asp}, optimizer: {momentum: 0.9}}}"
     >>> dana_settings(parse(job, ["training.policy.contribution=step"]))
     ('training.optimizer.nesterov=true',)
-    >>> dana_settings(parse(job, ["training.optimizer={class: torch.optim.Adam, args: {lr: 0.1}}"]))
-    ('training.policy.contribution=step', 'training.optimizer.class=torch.optim.NAdam')
     """
     policy, optimizer = config.training.policy, config.training.optimizer
     values = optimizer.args if isinstance(optimizer, TorchConfig) else vars(optimizer)
@@ -187,10 +177,9 @@ def dana_settings(config: JobConfig) -> tuple[str, ...]:
     settings = [] if policy.sends_steps else ["training.policy.contribution=step"]
     if isinstance(optimizer, SgdConfig) and not optimizer.nesterov:
         settings.append("training.optimizer.nesterov=true")
-    elif isinstance(optimizer, TorchConfig):
-        needed, more = _NADAM.get(optimizer.cls, (_NADAM_ARGS, ()))
-        if optimizer.cls in _NADAM and needed <= set(values) <= _NADAM_ARGS:
-            settings += ["training.optimizer.class=torch.optim.NAdam", *more]
-        elif not (_normalizes(optimizer) or values.get("nesterov")):
-            settings.append("training.optimizer.args.nesterov=true")
+    elif isinstance(optimizer, TorchConfig) and not (_normalizes(optimizer) or values.get("nesterov")):
+        settings.append("training.optimizer.args.nesterov=true")
+    elif getattr(optimizer, "cls", "") == "torch.optim.AdamW" and {"lr", "weight_decay"} <= {*values} <= _NADAM_ARGS:
+        settings.append("training.optimizer.class=torch.optim.NAdam")
+        settings.append("training.optimizer.args.decoupled_weight_decay=true")
     return tuple(settings)
