@@ -4,15 +4,18 @@
 
 Each run is a job in virtual time (`doll_lab.simulation.learning`) with the production code of workers and server, four
 workers, and the same samples, in the same order, under every policy. A batch takes 1 s on average, with a log-normal
-jitter, and a push takes the time of its bytes on a link of `LINK_BYTES_PER_S`. Where a policy's defaults are not for a
-job, `doll.config.step_size.advice` says what to set: the run is then made again with it. Runs that are in the results
-are not made again; delete benchmarks/results/policies.json for new ones.
+jitter, and a push takes the time of its bytes on a link of `LINK_BYTES_PER_S`. A run's score is that of its last
+version. On electricity it is the mean over the versions of the second half: the stream drifts, so that a version knows
+the newest days best, and which days these are at the end is the same luck for each seed. Where a policy's defaults are
+not for a job, `doll.config.step_size.advice` says what to set: the run is then made again with it. Runs that are in the
+results are not made again; delete benchmarks/results/policies.json for new ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -22,6 +25,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from doll.theory.comparison import standard_error
 
 from benchmarks import results
 
@@ -59,6 +64,8 @@ class BenchTask:
         metric: what the table shows, in percent.
         variance: of the targets, if the metric is the share of it that the model explains; 0: it is the accuracy.
         data: the file that it needs; a task without it is not run.
+        evaluate_every: samples between two evaluations of which the score is the mean, over the second half of the
+            run; 0: the score is that of the last version.
     """
 
     job: Path | str
@@ -68,6 +75,7 @@ class BenchTask:
     variance: float = 0.0
     overrides: tuple[str, ...] = ()
     data: Path | None = None
+    evaluate_every: int = 0
 
 
 _ELECTRICITY: Final = """
@@ -83,7 +91,8 @@ evaluation: {max_samples: 4532}
 TASKS: Final = {
     "digits": BenchTask(ROOT / "examples/digits/job.yaml", 20_000, 20_000),
     "electricity": BenchTask(
-        _ELECTRICITY, 20_000, 5_000, data=DATA / "electricity/elec.csv.gz"
+        _ELECTRICITY, 20_000, 5_000, metric="accuracy over the second half", data=DATA / "electricity/elec.csv.gz",
+        evaluate_every=384,
     ),
     "ml-1m": BenchTask(
         ROOT / "examples/ratings/job.yaml", 200_000, 50_000, metric="explained variance of the ratings",
@@ -107,7 +116,8 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One run. `score`: the metric, between 0 and 1. `seconds`: virtual time. `push_bytes`: of all workers."""
+    """One run. `score`: the metric, between 0 and 1. `seconds`: virtual time. `push_bytes`: of all workers. `commit`:
+    that of the code that has made it."""
 
     task: str
     policy: str
@@ -120,11 +130,13 @@ class Row:
     push_bytes: int
     usd: float
     advice: str | None
+    commit: str = ""
 
 
 def job_of(run: Run, *, quick: bool = False) -> Any:
     """Return the job of a run."""
     from doll.config import load, parse
+    from doll.config.step_size import dana_settings
 
     task = TASKS[run.task]
     samples = task.quick_samples if quick else task.samples
@@ -132,24 +144,24 @@ def job_of(run: Run, *, quick: bool = False) -> Any:
         f"training.policy={POLICIES[run.policy]}", f"stop={{samples: {samples}}}", f"seed={run.seed}",
         "worker.max_pending_batches=400", "checkpoint.every_updates=20", *task.overrides,
     ]  # fmt: skip
-    config = parse(task.job, overrides) if isinstance(task.job, str) else load(task.job, overrides)
-    return followed(config) if run.advised else config
+    read: Any = parse if isinstance(task.job, str) else load
+    config = read(task.job, overrides)
+    return followed(read(task.job, [*overrides, *dana_settings(config)])) if run.advised else config
 
 
 def followed(config: Any) -> Any:
-    """Return the job after `doll.config.step_size.advice`, which says the same in words."""
-    from doll.config.step_size import dana_settings, updates_per_round
+    """Return the job with the lr and the numbers of updates of `doll.config.step_size.advice`."""
+    from doll.config.step_size import lr_ratio, updates_per_round
 
     training, ratio = config.training, updates_per_round(config)
     changes: dict[str, Any] = {}
+    if (factor := lr_ratio(config)) != 1:
+        args = {**training.optimizer.args, "lr": factor * training.optimizer.args["lr"]}
+        changes["optimizer"] = training.optimizer.model_copy(update={"args": args})
     if training.schedule:
         changes["schedule"] = [_stretched(part, ratio) for part in training.schedule]
     if training.ema is not None:
         changes["ema"] = training.ema.model_copy(update={"decay": training.ema.decay ** (1 / ratio)})
-    if "training.policy.contribution=step" in (settings := dana_settings(config)):
-        changes["policy"] = training.policy.model_copy(update={"contribution": "step"})
-    if "training.optimizer.nesterov=true" in settings:
-        changes["optimizer"] = training.optimizer.model_copy(update={"nesterov": True})
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 
@@ -170,21 +182,23 @@ def measure(run: Run, quick: bool = False) -> Row:
     from doll_lab.simulation.learning import LearningWorld, jittered
 
     torch.set_num_threads(1)
-    config = job_of(run, quick=quick)
+    config, task = job_of(run, quick=quick), TASKS[run.task]
     world = LearningWorld(
-        config, compute_s=jittered(1.0, sigma=JITTER, seed=run.seed), message_s=lambda size: size / LINK_BYTES_PER_S
-    )
-    task = TASKS[run.task]
+        config, compute_s=jittered(1.0, sigma=JITTER, seed=run.seed), message_s=lambda size: size / LINK_BYTES_PER_S,
+        evaluate_every=task.evaluate_every,
+    )  # fmt: skip
     try:
         end = world.run()
-        loss = end.error.loss
-        score = 1 - loss / task.variance if task.variance else float(end.error.accuracy or 0.0)
+        errors = [point.error for point in world.points if point.samples >= end.samples / 2]
+        loss = statistics.mean(error.loss for error in errors)
+        accuracy = statistics.mean(error.accuracy or 0.0 for error in errors)
+        score = 1 - loss / task.variance if task.variance else accuracy
     except DivergedError:
         loss, score = float("inf"), 0.0
     return Row(
         run.task, run.policy + (ADVISED if run.advised else ""), run.seed, score, loss, world.engine.samples_total,
         world.engine.version, world.now, world.push_bytes, world.now / 3600 * config.data.workers * USD_PER_H,
-        advice(config),
+        advice(config), results.commit(),
     )  # fmt: skip
 
 
@@ -222,31 +236,62 @@ def means(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-def behind(table: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return how far each policy is behind the best one of a task."""
-    best = max(row["score"] for row in table.values())
-    return {policy: best - row["score"] for policy, row in table.items()}
+class Lack(NamedTuple):
+    """How far a policy is behind the best one: the mean over the seeds, and its standard error (NaN for one seed)."""
+
+    mean: float
+    error: float
+
+    @property
+    def is_far(self) -> bool:
+        """Whether it is more than `POINTS` behind, and by more than the standard error."""
+        return self.mean > POINTS + (0.0 if math.isnan(self.error) else self.error)
 
 
-def text(rows: Sequence[Row], commit: str) -> str:
+def behind(rows: Sequence[Row]) -> dict[str, Lack]:
+    """Return how far each policy is behind the best one of the rows' task, compared seed by seed.
+
+    The best of many noisy means is probably not as good as it looks. So the policy that is best over the other seeds
+    stands for the best one at each seed. With one seed there is no such correction.
+    """
+    scores: dict[str, dict[int, float]] = {}
+    for row in rows:
+        scores.setdefault(row.policy, {})[row.seed] = row.score
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in scores.values())))
+
+    def best_at(seed: int) -> float:
+        others = [other for other in seeds if other != seed] or [seed]
+        best = max(scores, key=lambda policy: statistics.mean(scores[policy][other] for other in others))
+        return scores[best][seed]
+
+    best = {seed: best_at(seed) for seed in seeds}
+    lacks = {policy: [best[seed] - by_seed[seed] for seed in seeds] for policy, by_seed in scores.items()}
+    return {policy: Lack(statistics.mean(values), standard_error(values)) for policy, values in lacks.items()}
+
+
+def text(rows: Sequence[Row]) -> str:
     """Return the tables in Markdown."""
-    parts = [f"Commit {commit}. Means over the seeds; in brackets the range. Bold: more than 3 points behind the best."]
+    parts = [
+        "Means over the seeds; in brackets the range. Behind the best: the mean of the differences seed by seed, and "
+        "its standard error. Bold: more than 3 points and this error behind."
+    ]
     for task, table in means(rows).items():
-        lacks = behind(table)
+        same = [row for row in rows if row.task == task]
+        lacks = behind(same)
         parts.append(
-            f"\n**{task}** ({TASKS[task].metric}, %)\n\n"
+            f"\n**{task}** ({TASKS[task].metric}, %; commit {', '.join(sorted({row.commit for row in same}))})\n\n"
             "| policy | % | behind the best | time (s) | pushes (MB) | money ($) | seeds |\n"
             "|---|---|---|---|---|---|---|"
         )
         order = [label + end for label in POLICIES for end in ("", ADVISED) if label + end in table]
         for policy in order:
-            row = table[policy]
-            far = f"{100 * lacks[policy]:.1f}"
+            row, lack = table[policy], lacks[policy]
+            far = f"{100 * lack.mean:.1f}"
             name = policy.removesuffix(ADVISED)
             cells = [
                 f"`{name}`{policy.removeprefix(name)}", f"{100 * row['score']:.1f} ({100 * row['spread']:.1f})",
-                f"**{far}**" if lacks[policy] > POINTS else far, f"{row['seconds']:.0f}", f"{row['megabytes']:.3g}",
-                f"{row['usd']:.4f}", f"{row['seeds']:.0f}",
+                (f"**{far}**" if lack.is_far else far) + (f" ± {100 * lack.error:.1f}" if row["seeds"] > 1 else ""),
+                f"{row['seconds']:.0f}", f"{row['megabytes']:.3g}", f"{row['usd']:.4f}", f"{row['seeds']:.0f}",
             ]  # fmt: skip
             parts.append(f"| {' | '.join(cells)} |")
     return "\n".join(parts)
@@ -281,11 +326,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{row.task} {row.policy} seed {row.seed}: {100 * row.score:.1f} %, {row.seconds:.0f} s", flush=True)
             if not args.quick:
                 results.keep("policies", {"rows": [asdict(each) for each in rows]})
-    commit = results.commit()
-    print(text(rows, commit))
+    print(text(rows))
     if args.docs:
         command = "python -m benchmarks.policies --docs"
-        results.update_section(results.DOCS / "benchmarks.md", "policies", command, text(rows, commit))
+        results.update_section(results.DOCS / "benchmarks.md", "policies", command, text(rows))
     return 0
 
 

@@ -124,15 +124,15 @@ class JobConfig(Section):
                 f"health.base_port: expected at most {MAX_PORT - FIRST_WORKER_PORT - data.places + 1}, so that "
                 f"each of {data.places} workers (data.max_workers) has a port, got {port}"
             )
-        if self.blobs.contributions == "fp16" and policy.holds_back:
-            yield (
-                f"blobs.contributions: expected float32 or bf16 with training.policy {policy.name}: what rounding "
-                "takes is held back number by number, and the numbers of fp16 have a common scale"
-            )
         if self.blobs.contributions != "float32" and policy.sparse_push is not None:
             yield (
                 f"blobs.contributions: expected float32 with training.policy.density below 1, which sends "
                 f"{policy.sparse_push.bits} bits of each number, got {self.blobs.contributions}"
+            )
+        elif self.blobs.contributions == "fp16" and policy.holds_back:
+            yield (
+                f"blobs.contributions: expected float32 or bf16 with training.policy {policy.name}: what rounding "
+                "takes is held back number by number, and the numbers of fp16 have a common scale"
             )
         if worker.pipeline is not None:
             yield from self._pipeline_problems(worker.pipeline)

@@ -44,12 +44,9 @@ class PolicyConfig(Section, ABC):
     """Base of every policy's section. The planner, the progress and the reports use its methods for predictions.
 
     Attributes:
-        holds_back: a significance filter holds back parts of the workers' steps, which are settled before their batches
-            become durable. What is lost by rounding to 16 bits is held back, too.
         supports_tables: the policy's bounds also hold for rows that workers request individually.
     """
 
-    holds_back: ClassVar[bool] = False
     supports_tables: ClassVar[bool] = True
     name: str
 
@@ -106,6 +103,12 @@ class PolicyConfig(Section, ABC):
         """The part of its change that a worker sends with each push; it holds the rest back. None (the default): all of
         it. Only if `sends_steps` and without an `outer_step`."""
         return None
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether workers hold back parts of their steps, which are settled before their batches become durable, as
+        `Policy.holds_back` tells the engine. Default: with a `sparse_push`."""
+        return self.sparse_push is not None
 
     @property
     def averages_workers(self) -> bool:

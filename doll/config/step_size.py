@@ -7,8 +7,15 @@ model as far as one step on the mean. With `contributions: sum` the model moves 
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 from doll.config.job import JobConfig
-from doll.config.training import SgdConfig, TorchConfig
+from doll.config.training import OptimizerConfig, SgdConfig, TorchConfig
+
+# Names of optimizers whose steps have a size of their own, whatever the size of the gradients is.
+_NORMALIZING: Final = ("ada", "nadam", "radam", "rmsprop")
+_NADAM_ARGS: Final = {"lr", "betas", "eps", "weight_decay"}  # of AdamW's arguments, those that NAdam takes
 
 
 def step_factor(config: JobConfig) -> float:
@@ -92,12 +99,37 @@ def updates_per_round(config: JobConfig) -> float:
     return config.data.workers / config.group_size
 
 
+def lr_ratio(config: JobConfig) -> float:
+    """Return the factor of `training.optimizer.lr` with which an optimizer that normalizes its steps, such as Adam,
+    moves the model as far as under `bsp`; 1 for other optimizers.
+
+    `bsp` normalizes the mean of P gradients. If each gradient is normalized on its own and 1/P of the step counts, the
+    noise in what Adam divides by is sqrt(P) times as large, so the steps that add up are sqrt(P) times shorter.
+    Source: the square root scaling rule (Malladi et al., 2022, "On the SDEs and Scaling Rules for Adaptive Gradient
+    Algorithms"), which is for gradients that are mostly noise.
+
+    >>> from doll.config import parse
+    >>> job = "{job: j, task: {class: 'm:C'}, data: {workers: 4}, training: {optimizer: {name: adam}}}"
+    >>> [lr_ratio(parse(job, [f"training.policy.name={name}"])) for name in ("bsp", "isp", "diloco")]
+    [1.0, 2.0, 2.0]
+    """
+    policy = config.training.policy
+    is_mean = policy.averages_workers or policy.outer_step is not None or policy.sparse_push is not None
+    return math.sqrt(config.data.workers) if is_mean and _normalizes(config.training.optimizer) else 1.0
+
+
+def _normalizes(optimizer: OptimizerConfig) -> bool:
+    name = optimizer.cls.rpartition(".")[2] if isinstance(optimizer, TorchConfig) else optimizer.name
+    return name.lower().startswith(_NORMALIZING)
+
+
 def advice(config: JobConfig) -> str | None:
     """Return what to set if the policy learns worse than `bsp` from the same samples, or None if there is nothing.
 
-    The rule for `asp` is DANA-Slim (Hakimi et al., 2019, "Taming Momentum in a Distributed Asynchronous Environment"):
-    each worker has its own momentum, and Nesterov's form of it computes gradients where the steps of the other workers
-    will have moved the model (ADR 123). The rule for numbers of updates follows from counting updates.
+    The rule for `asp` and `vap` is DANA-Slim (Hakimi et al., 2019, "Taming Momentum in a Distributed Asynchronous
+    Environment"): each worker has its own momentum, and Nesterov's form of it computes gradients where the steps of the
+    other workers will have moved the model (ADR 123). The rule for the learning rate is that of `lr_ratio`. The rule
+    for numbers of updates follows from counting updates.
 
     >>> from doll.config import parse
     >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: asp}, optimizer: {momentum: 0.9}}}"
@@ -109,8 +141,14 @@ def advice(config: JobConfig) -> str | None:
     said = []
     if settings := dana_settings(config):
         said.append(
-            f"set {' '.join(settings)}: the momentum of the server's optimizer fades with each update, of which there "
-            f"are {ratio:.3g} where bsp makes one, and the gradients come from weights before the steps of the others"
+            f"set {' '.join(settings)}: the gradients come from weights before the steps of the others, which "
+            "Nesterov's momentum makes up for if each worker has its own"
+        )
+    if (factor := lr_ratio(config)) != 1:
+        said.append(
+            f"if training.optimizer's lr was chosen for bsp, multiply it by {factor:.3g}: each batch has a step of its "
+            f"own, whose size does not depend on that of the gradient, and bsp takes {config.data.workers} batches "
+            f"together, whose mean has {factor:.3g} times less noise"
         )
     counts = {"training.schedule": training.schedule, "training.ema": training.ema, "stop.updates": config.stop.updates}
     if ratio != 1 and (keys := [key for key, value in counts.items() if value]):
@@ -123,8 +161,8 @@ def advice(config: JobConfig) -> str | None:
 
 
 def dana_settings(config: JobConfig) -> tuple[str, ...]:
-    """Return the settings that make `asp` with momentum DANA-Slim, and no settings where they are set or another policy
-    or no momentum is used.
+    """Return the settings that give each worker under `asp` and `vap` its own optimizer with Nesterov's momentum; no
+    settings where they are set, or for other policies and optimizers.
 
     >>> from doll.config import parse
     >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: asp}, optimizer: {momentum: 0.9}}}"
@@ -133,11 +171,15 @@ def dana_settings(config: JobConfig) -> tuple[str, ...]:
     """
     policy, optimizer = config.training.policy, config.training.optimizer
     values = optimizer.args if isinstance(optimizer, TorchConfig) else vars(optimizer)
-    if policy.name != "asp" or not policy.averages_workers or not values.get("momentum"):
+    has_state = values.get("momentum") or _normalizes(optimizer)
+    if policy.name not in ("asp", "vap") or not policy.averages_workers or not has_state:
         return ()
     settings = [] if policy.sends_steps else ["training.policy.contribution=step"]
     if isinstance(optimizer, SgdConfig) and not optimizer.nesterov:
         settings.append("training.optimizer.nesterov=true")
-    elif isinstance(optimizer, TorchConfig) and not values.get("nesterov"):
+    elif isinstance(optimizer, TorchConfig) and not (_normalizes(optimizer) or values.get("nesterov")):
         settings.append("training.optimizer.args.nesterov=true")
+    elif getattr(optimizer, "cls", "") == "torch.optim.AdamW" and {"lr", "weight_decay"} <= {*values} <= _NADAM_ARGS:
+        settings.append("training.optimizer.class=torch.optim.NAdam")
+        settings.append("training.optimizer.args.decoupled_weight_decay=true")
     return tuple(settings)

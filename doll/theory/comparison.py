@@ -1,8 +1,10 @@
-"""The largest of several quantities that are measured together, if it is larger than the others by more than noise."""
+"""Comparison of quantities that are measured together: whether their differences are more than noise. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import NormalDist, fmean, stdev
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -11,7 +13,36 @@ from doll.theory.checks import Floats
 
 _BLOCK_ROWS: Final = 4  # rows that are averaged: neighbours in time are not independent
 _MIN_BLOCKS: Final = 6
-_QUANTILE: Final = 0.975
+# 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom. `t_factor` computes those for more.
+_T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def t_factor(count: int) -> float:
+    """Return within how many standard errors the mean of `count` differences is noise: the 97.5 % quantile of Student's
+    t; NaN for fewer than two.
+    """
+    if count < 2:
+        return math.nan
+    if (freedom := count - 1) <= len(_T):
+        return _T[freedom - 1]
+    z = NormalDist().inv_cdf(0.975)  # and three terms of the expansion of Cornish and Fisher, which are exact to 0.0002
+    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; NaN for fewer than two values."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def is_more_than_noise(differences: Sequence[float]) -> bool:
+    """Return whether the mean of paired differences is beyond t of its standard errors: a two-sided test at 5 %. One
+    difference never is.
+
+    >>> is_more_than_noise([0.02, 0.021, 0.019]), is_more_than_noise([0.05, -0.01, 0.02]), is_more_than_noise([0.05])
+    (True, False, False)
+    """
+    return abs(fmean(differences)) > t_factor(len(differences)) * standard_error(differences)
 
 
 class Largest(NamedTuple):
@@ -27,21 +58,19 @@ def certain_largest(values: Floats) -> Largest | None:
     could explain it.
 
     Rows are in the order of time. The values of a row are measured together, so columns are compared by their
-    differences in each row, averaged over blocks of rows. Student's t of the largest column's mean difference from each
-    other column must be above the quantile 97.5 %. If the largest expected value is that of two columns,
-    one of them is then returned with a probability of 5 %; if it is that of more, with a smaller one, because all
-    others must be exceeded.
+    differences in each row, averaged over blocks of rows. The largest column's mean difference from each other column
+    must be more than `t_factor` of its standard errors. If the largest expected value is that of two columns, one of
+    them is then returned with a probability of 5 %; if it is that of more, with a smaller one, because all others must
+    be exceeded.
     """
     num_blocks, columns = len(values) // _BLOCK_ROWS, values.shape[1]
     if columns < 2 or num_blocks < _MIN_BLOCKS:
         return None
-    from scipy.special import stdtrit
-
     blocks = values[-num_blocks * _BLOCK_ROWS :].reshape(num_blocks, _BLOCK_ROWS, columns).mean(axis=1)
     largest = int(blocks.mean(axis=0).argmax())
     differences = blocks[:, [largest]] - np.delete(blocks, largest, axis=1)
     means, errors = differences.mean(axis=0), differences.std(axis=0, ddof=1) / math.sqrt(num_blocks)
-    if not (means > stdtrit(num_blocks - 1, _QUANTILE) * errors).all():
+    if not (means > t_factor(num_blocks) * errors).all():
         return None
     following = int(means.argmin())
     return Largest(largest, float(means[following]), float(errors[following]))

@@ -6,33 +6,11 @@ cancels out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean, stdev
-from typing import Final, NamedTuple
+from statistics import fmean
+from typing import NamedTuple
 
-# 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom; the last one stands for more, at most 14 % too strict.
-_T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-
-
-def t_factor(count: int) -> float:
-    """Return within how many standard errors the mean of `count` differences is noise; NaN for fewer than two."""
-    return _T[min(count - 1, len(_T)) - 1] if count > 1 else math.nan
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean; NaN for fewer than two values."""
-    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-
-
-def is_more_than_noise(differences: Sequence[float]) -> bool:
-    """Return whether the mean of paired differences is beyond t of its standard errors: a two-sided test at 5 %. One
-    difference never is.
-
-    >>> is_more_than_noise([0.02, 0.021, 0.019]), is_more_than_noise([0.05, -0.01, 0.02]), is_more_than_noise([0.05])
-    (True, False, False)
-    """
-    return abs(fmean(differences)) > t_factor(len(differences)) * standard_error(differences)
+from doll.theory.comparison import is_more_than_noise, standard_error
 
 
 class Best(NamedTuple):

@@ -19,11 +19,12 @@ from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.monitor.state.csv_file import rows_if_any
 from doll.monitor.state.policy_summary import PolicySummary
-from doll.monitor.views.best_policy import Best, best_of, standard_error, t_factor
+from doll.monitor.views.best_policy import Best, best_of
 from doll.monitor.views.page import points
 from doll.monitor.views.panels import moving_mean, staleness_panel
 from doll.monitor.views.run_report import INTERRUPTED
 from doll.process.files import json_safe, read_json
+from doll.theory.comparison import standard_error, t_factor
 from doll.theory.cost import SECONDS_PER_HOUR
 
 Series = npt.NDArray[np.float64]

@@ -43,7 +43,10 @@ class LimitWatch:
 
 
 def limit_of(engine: Engine) -> Limit | None:
-    """Return the job's limit at this moment, from counters and heartbeats; None if nothing waits."""
+    """Return the job's limit at this moment, from counters and heartbeats; None if there is none that lasts.
+
+    The first of these: a worker that the policy waits for, because it is dry or slow; a partition with most of the
+    unread records, whose worker is busy; all workers, if most of them are busy and many records are unread."""
     live = [worker for worker in engine.workers() if worker.is_live]
     unread = sum(worker.lag for worker in live)
     for number in sorted(engine.policy.waits_for(engine)):

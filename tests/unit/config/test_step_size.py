@@ -10,6 +10,7 @@ from doll.config.policy import policy_section
 from doll.config.step_size import advice, step_factor, step_text
 from doll.errors import ConfigError
 
+ADAMW = "{class: torch.optim.AdamW, args: {lr: 3e-3, weight_decay: 0.1}}"
 JOB = "{job: j, task: {class: 'm:C'}, data: {workers: 4, batch_size: 32}, worker: {max_pending_batches: 64}}"
 
 
@@ -117,8 +118,23 @@ def test_the_outer_momentum_is_for_rounds_of_this_length(local_batches: int, mom
         (["training.policy={name: asp}"], None),
         (
             ["training.policy={name: asp}", "training.optimizer={name: adagrad, momentum: 0.9}"],
-            "set training.policy.con",
+            "set training.policy.contribution=step: the gradients",
         ),
+        (
+            ["training.policy={name: asp}", "training.optimizer={name: adam}"],
+            "set training.policy.contribution=step: the gradients",
+        ),
+        (
+            ["training.policy={name: vap}", f"training.optimizer={ADAMW}"],
+            "set training.optimizer.class=torch.optim.NAdam training.optimizer.args.decoupled_weight_decay=true:",
+        ),
+        (["training.policy={name: vap}", "training.optimizer.momentum=0.9"], "set training.optimizer.nesterov=true:"),
+        (
+            ["training.policy={name: asp, contribution: step}", "training.optimizer={class: torch.optim.NAdam}"],
+            "if training.optimizer's lr was chosen for bsp, multiply it by 2:",
+        ),
+        (["training.policy={name: isp}", "training.optimizer={class: torch.optim.AdamW}"], "multiply it by 2:"),
+        (["training.policy={name: wsp}", "training.optimizer={name: adagrad}"], "whose mean has 2 times less noise"),
         (
             ["training.policy={name: asp, contribution: step}", "training.optimizer.momentum=0.9"],
             "set training.optimizer.nesterov=true:",
@@ -134,6 +150,9 @@ def test_the_outer_momentum_is_for_rounds_of_this_length(local_batches: int, mom
         ),
         (["training.policy={name: diloco}", "training.ema={decay: 0.9}"], "by 0.0625, and take the root 0.0625"),
         (["training.policy={name: wsp, wave_batches: 4}", "stop.updates=9"], None),
+        (["training.policy={name: isp, contributions: sum}", "training.optimizer={name: adam}"], None),
+        (["training.policy={name: bsp}", "training.optimizer={name: adam}"], None),
+        (["training.policy={name: isp}"], None),
     ],
 )
 def test_a_policy_says_what_it_needs_and_bsp_does_not(overrides: list[str], said: str | None) -> None:

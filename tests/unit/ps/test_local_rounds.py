@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-from doll.config.policy import SparsePush
+from doll.config.policy import POLICIES, SparsePush, policy_section
 from doll.ps.policies import make_policy
 from doll.ps.policies.diloco import Diloco, DilocoPolicyConfig
 from doll.theory.checks import Floats
@@ -57,6 +59,14 @@ def test_while_a_checkpoint_waits_for_rests_open_pushes_are_completed_and_none_b
     assert list(view.policy.start(view)) == []
     view.is_settling = False
     assert view.policy.start(view) == [0] * H
+
+
+@pytest.mark.parametrize("name", POLICIES.built_in)
+@pytest.mark.parametrize("more", [{}, {"density": 0.02}])
+def test_the_job_file_and_the_engine_agree_on_what_is_held_back(name: str, more: dict[str, float]) -> None:
+    section: Any = policy_section(name)
+    config = section(name=name, **(more if name == "diloco" else {}))
+    assert config.holds_back == make_policy(config).holds_back == (name == "isp" or (name == "diloco" and bool(more)))
 
 
 def test_only_sparse_rounds_hold_back_and_have_no_outer_momentum() -> None:

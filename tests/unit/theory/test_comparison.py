@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from doll.theory.comparison import Largest, certain_largest
+from doll.theory.comparison import Largest, certain_largest, t_factor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,3 +78,10 @@ def test_what_it_says() -> None:
     assert certain_largest(values[:, :1]) is None
     assert certain_largest(np.ones((24, 3))) is None, "equal to the bit"
     assert certain_largest(np.empty((0, 3))) is None
+
+
+def test_the_quantile_is_that_of_student() -> None:
+    stdtrit = pytest.importorskip("scipy.special").stdtrit
+    for count in (2, 3, 11, 12, 13, 31, 1000):
+        assert t_factor(count) == pytest.approx(stdtrit(count - 1, 0.975), rel=1e-4)
+    assert np.isnan(t_factor(1))
