@@ -13,7 +13,8 @@ from doll.config.connections import KafkaConfig, RedisConfig
 from doll.config.data import DataConfig
 from doll.config.fleets import FleetConfig, ProcessesFleetConfig
 from doll.config.freshness import FreshnessConfig
-from doll.config.join import JoinConfig
+from doll.config.holdout import HoldoutConfig
+from doll.config.join import JoinConfig, KeyConfig
 from doll.config.pipeline import PipelineConfig
 from doll.config.provision import PlanConfig, ProvisionConfig
 from doll.config.roles import (
@@ -103,6 +104,8 @@ class JobConfig(Section):
                 yield f"data.samples_per_record: expected 1 with source.kind: history, got {data.samples_per_record}"
             if self.source.topic.startswith(f"doll.{self.job}."):
                 yield f"source.topic: expected a topic that belongs to somebody else, got {self.source.topic}"
+        if (holdout := self.evaluation.holdout) is not None:
+            yield from self._holdout_problems(holdout, is_json=is_json)
         rates = self.arrivals.rate_per_s
         if isinstance(rates, list) and not data.asks_kafka and len(rates) != (streams := data.num_partitions):
             yield f"arrivals.rate_per_s: expected {streams} rates (data.partitions or data.workers), got {len(rates)}"
@@ -170,6 +173,27 @@ class JobConfig(Section):
         for topic in join.topics:
             if topic.startswith(f"doll.{self.job}."):
                 yield f"data.join: expected topics that belong to somebody else, got {topic}, a topic of this job"
+
+    def _holdout_problems(self, holdout: HoldoutConfig, *, is_json: bool) -> Iterator[str]:
+        """Yield the problems of keys that do not fit held-out records."""
+        data, name = self.data, "evaluation.holdout"
+        if holdout.topic is not None:
+            if data.samples_per_record != 1:
+                yield f"{name}.topic: expected data.samples_per_record 1, got {data.samples_per_record}"
+            if holdout.topic == self.topic("samples") or holdout.topic.startswith(f"doll.{self.job}."):
+                yield f"{name}.topic: expected a topic whose records the job does not learn, got {holdout.topic}"
+            if not self.evaluation.enabled:
+                yield f"{name}.topic: expected evaluation.enabled: true, since the evaluator reads the topic"
+            return
+        if isinstance(holdout.by, KeyConfig) and holdout.by.field is not None and not is_json:
+            yield f"{name}.by.field: expected records that are JSON objects, one sample in each: name a header"
+        if self.worker.pipeline is not None:
+            yield f"{name}: expected no worker.pipeline, no stage of which has the whole model: use {name}.topic"
+        if data.join is not None and data.join.early_after_s is not None and not data.join.confirm:
+            yield (
+                f"{name}: expected data.join.confirm: true with data.join.early_after_s, so that each held-out sample "
+                "also has a record with its final label"
+            )
 
     def _time_problems(self) -> Iterator[str]:
         """Yield the problems of times that contradict each other."""

@@ -15,11 +15,11 @@ import torch
 
 from doll.consumers.compute.weights_ahead import DeltaReader, WeightsAhead
 from doll.consumers.protocol.grants import grant_id_of
-from doll.errors import BlobError, IllegalEventError, TaskError
+from doll.errors import BlobError, IllegalEventError, ServiceUnavailableError, TaskError
 from doll.model.flat_model import FlatModel
 from doll.model.random_numbers import draw_from
 from doll.optim.optimizer import length
-from doll.records.control import Grant, NewVersion
+from doll.records.control import Grant, HeldOutScore, NewVersion
 from doll.storage.blobs import Blobs, decode_blob
 from doll.tables.embedding_tables import norm as norm_of_rows
 from doll.tables.rows import Rows, add_in_order
@@ -177,7 +177,7 @@ class GradientComputer:
             # One sample has no variance, and torch refuses it: a batch with one usable sample would end
             # the worker. Its normalisation uses the running statistics and does not change them.
             uses_running_stats = use_running_stats or batch.num_samples == 1
-            output, loss, inputs = self._forward(batch, buffers, use_running_stats=uses_running_stats)
+            output, loss, inputs = self._forward(batch, buffers, mode="running stats" if uses_running_stats else "train")
             if not loss.total.requires_grad:
                 raise TaskError(
                     f"{type(self._task).__name__}: expected a loss with a gradient, got one without: compute it from "
@@ -205,9 +205,38 @@ class GradientComputer:
         buffers = self._model.flat.detach()[self._model.num_parameters :].clone()
         try:
             with torch.no_grad():
-                return self._forward(batch, buffers, use_running_stats=True)[1].value / batch.total_weight
+                return self._forward(batch, buffers, mode="running stats")[1].value / batch.total_weight
         finally:
             self._undo_pass(buffers)
+
+    def score(self, samples: SampleBatch, seed: int) -> HeldOutScore | None:
+        """Return loss and metrics of samples in evaluation mode; None, after a warning, if the model fails on one of
+        them or a number is not finite.
+
+        Raises:
+            TaskError, MemoryError, OSError: the samples are not the cause.
+            BlobError, ServiceUnavailableError: rows of tables do not arrive.
+        """
+        self._catch_up()
+        buffers = self._model.flat.detach()[self._model.num_parameters :].clone()
+        self.seed, problem = seed, "the loss or a metric is not finite"
+        try:
+            with torch.no_grad():
+                output, loss, inputs = self._forward(samples, buffers, mode="evaluation")
+                metrics = passes.metric_sums(self._task, output, inputs)
+            numbers = [loss.value, *(value for value in metrics.values() if not isinstance(value, bytes))]
+            if all(map(math.isfinite, numbers)):
+                return HeldOutScore(
+                    n_samples=inputs.num_samples, weight=inputs.total_weight, loss_sum=loss.value, metric_sums=metrics
+                )
+        except (MemoryError, OSError, TaskError, BlobError, ServiceUnavailableError):
+            raise
+        except Exception as exc:  # the user's code may raise anything
+            problem = f"{type(exc).__name__}: {exc}"[:500]
+        finally:
+            self._undo_pass(buffers)
+        log.warning("held_out_records_not_scored", samples=samples.num_samples, reason=problem)
+        return None
 
     def _undo_pass(self, buffers: torch.Tensor) -> None:
         """Restore the buffers to their values before a forward pass, and forget the rows that the pass used."""
@@ -262,13 +291,14 @@ class GradientComputer:
             self.weights[floats] = before
 
     def _forward(
-        self, batch: SampleBatch, buffers: torch.Tensor, *, use_running_stats: bool
+        self, batch: SampleBatch, buffers: torch.Tensor, *, mode: Literal["train", "running stats", "evaluation"]
     ) -> tuple[Any, passes.Loss, passes.Inputs]:  # fmt: skip
-        """Return the output, the loss and the task's inputs. `buffers` is a copy of the buffers before the pass."""
+        """Return the output, the loss and the task's inputs. `buffers` is a copy of the buffers before the pass.
+        `running stats`: only batch norm is in its evaluation mode."""
         if self.seed is not None:
             draw_from(self.seed, self._model.device)
-        module = self._model.module.train()
-        if use_running_stats:
+        module = self._model.module.train(mode != "evaluation")
+        if mode == "running stats":
             for part in module.modules():
                 if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
                     part.eval()

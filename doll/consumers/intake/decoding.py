@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -25,6 +25,7 @@ from doll.task import trees
 from doll.task.base import Sample, Task
 from doll.task.batches import Forms, SampleBatch, SampleRow, batch_of_rows, fitted, joined
 from doll.task.forms import Form, as_integers, beyond
+from doll.task.holdout import Split
 from doll.task.records import Envelope, record_of
 from doll.task.trees import Tree
 
@@ -65,7 +66,8 @@ class DecodedBatch:
     """The usable samples of a batch, in stream order. x, y, weight and group are as in `doll.task.batches.SampleBatch`.
 
     `offsets`, int64, shape (n,): the offset of each sample's record. `skipped`: (reason, number) of samples that the
-    task has left out.
+    task has left out. `held_out`: offsets of records that are not learned, whose samples are not among these but in
+    `held_out_samples`, as far as they are scored.
     """
 
     x: Tree
@@ -75,6 +77,8 @@ class DecodedBatch:
     skipped: tuple[tuple[str, int], ...] = ()
     weight: npt.NDArray[np.float32] | None = None
     group: npt.NDArray[np.int64] | None = None
+    held_out: tuple[int, ...] = ()
+    held_out_samples: SampleBatch | None = None
 
     @property
     def num_samples(self) -> int:
@@ -83,6 +87,24 @@ class DecodedBatch:
     @property
     def samples(self) -> SampleBatch:
         return SampleBatch(self.x, self.y, self.weight, self.group)
+
+
+def hold_out(decoded: DecodedBatch, records: RawRecords, split: Split) -> DecodedBatch:
+    """Return the batch without the samples of the records that are held out. `records` have envelopes."""
+    mask = split.held_out(records.partition, records.offsets, records.values, records.envelopes)
+    if not mask.any():
+        return decoded
+    dead = {item.offset for item in decoded.refused if item.whole}
+    held_out = [at for at in np.flatnonzero(mask).tolist() if records.offsets[at] not in dead]
+    offsets = [records.offsets[at] for at in held_out]
+    final = [records.offsets[at] for at in held_out if split.has_final_label(records.values[at])]
+    learned = np.flatnonzero(~np.isin(decoded.offsets, offsets)).tolist()
+    scored = np.flatnonzero(np.isin(decoded.offsets, final)).tolist()
+    x, y, weight, group = decoded.samples.take(learned)
+    return replace(
+        decoded, x=x, y=y, weight=weight, group=group, offsets=decoded.offsets[learned], held_out=tuple(offsets),
+        held_out_samples=decoded.samples.take(scored) if scored else None,
+    )  # fmt: skip
 
 
 class SeenForms:
