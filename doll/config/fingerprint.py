@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Final
 
@@ -99,23 +98,20 @@ def job_fields(config: JobConfig) -> dict[str, str]:
         _PUSHES: _pushes(training.policy.sends_steps, training.policy.batches_per_push),
         **{f"training.{key}": _value(value) for key, value in _training_fields(training)},
         **{f"task.args.{_text(key)}": _argument(key, value) for key, value in config.task.args.items()},
-        **dict(_holdout_fields(config)),
+        **_holdout_fields(config),
     }
 
 
-def _holdout_fields(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield the settings that decide which records of the stream are held out."""
+def _holdout_fields(config: JobConfig) -> dict[str, str]:
+    """Return the settings that decide which records of the stream are held out."""
     holdout = config.evaluation.holdout
-    if holdout is None or not holdout.is_of_the_stream:
-        return
-    if holdout.share is not None:
-        by = holdout.by if isinstance(holdout.by, str) else holdout.by.model_dump(exclude_none=True)
-        yield from (("evaluation.holdout.share", _value(holdout.share)), ("evaluation.holdout.by", _value(by)))
-        return
-    for key, time in (("from", holdout.begin), ("until", holdout.until)):
-        if time is not None:
-            yield f"evaluation.holdout.{key}", _text(time.astimezone(UTC).isoformat())
-    yield "freshness.time", _value(config.freshness.time.model_dump(exclude_none=True))
+    if holdout is None or holdout.topic is not None:
+        return {}
+    section = holdout.model_dump(mode="json", by_alias=True, exclude_none=True)
+    fields = {f"evaluation.holdout.{key}": _value(value) for key, value in section.items()}
+    if holdout.share is None:
+        fields["freshness.time"] = _value(config.freshness.time.model_dump(exclude_none=True))
+    return fields
 
 
 def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Self
 
-from pydantic import AwareDatetime, Field, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import AwareDatetime, BeforeValidator, Field, model_validator
 
 from doll.config.join import KeyConfig
 from doll.config.section import Section
 
 
-def _check_by(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Report a single error for a wrong value, and not one error for each form that the value may have."""
-    if value in ("key", "offset") or isinstance(value, KeyConfig) or (isinstance(value, dict) and value):
-        return check(value)
-    raise ValueError(f"expected key, offset, {{field: NAME}} or {{header: NAME}}, got {value!r:.100}")
-
-
-By: TypeAlias = Annotated[Literal["key", "offset"] | KeyConfig, WrapValidator(_check_by)]
+def _as_key(value: Any) -> Any:
+    if isinstance(value, str) and value != "key":
+        raise ValueError(f"expected key, {{field: NAME}} or {{header: NAME}}, got {value!r:.100}")
+    return {} if value == "key" else value
 
 
 class HoldoutConfig(Section):
     """Records that the model never learns, and on which it is measured: a share of the stream, the records of a time,
-    or another topic (docs/guide/metrics.md). `share`, `from` and `until` cannot change while the job exists."""
+    or another topic (docs/guide/metrics.md). `share`, `by`, `from` and `until` cannot change while the job exists."""
 
     share: float | None = Field(default=None, gt=0, lt=1)
-    """share of the stream: a record is held out if the hash of what `by` names is in this share"""
-    by: By = "key"
-    """what is hashed: key: Kafka's key, so that all records of a key are held out, or none; {field: NAME} or {header:
-    NAME}: a field of a JSON object, or a header; offset: partition and offset, as for records that have no key"""
+    """share of the stream: a record is held out if the hash of its key is in this share"""
+    by: Annotated[KeyConfig, BeforeValidator(_as_key)] = KeyConfig()
+    """what is hashed: key: Kafka's key, so that all records of a key are held out, or none; or a field of a JSON
+    object, or a header. Of a record without it, partition and offset are hashed"""
     begin: AwareDatetime | None = Field(default=None, alias="from")
     """the records with this event time (`freshness.time`) or a later one are held out: ISO 8601 with a time zone"""
     until: AwareDatetime | None = None
@@ -42,13 +38,6 @@ class HoldoutConfig(Section):
         has_times = self.begin is not None or self.until is not None
         if (self.share is not None) + has_times + (self.topic is not None) != 1:
             raise ValueError("expected one of share, from and until, and topic")
-        if self.by != "key" and self.share is None:
-            raise ValueError("by: expected share, of which it says what is hashed")
         if self.begin is not None and self.until is not None and self.begin >= self.until:
             raise ValueError("until: expected a time after `from`")
         return self
-
-    @property
-    def is_of_the_stream(self) -> bool:
-        """Whether workers leave records of the job's own topic out of their gradients."""
-        return self.topic is None

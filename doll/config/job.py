@@ -14,7 +14,7 @@ from doll.config.data import DataConfig
 from doll.config.fleets import FleetConfig, ProcessesFleetConfig
 from doll.config.freshness import FreshnessConfig
 from doll.config.holdout import HoldoutConfig
-from doll.config.join import JoinConfig, KeyConfig
+from doll.config.join import JoinConfig
 from doll.config.pipeline import PipelineConfig
 from doll.config.provision import PlanConfig, ProvisionConfig
 from doll.config.roles import (
@@ -176,24 +176,17 @@ class JobConfig(Section):
 
     def _holdout_problems(self, holdout: HoldoutConfig, *, is_json: bool) -> Iterator[str]:
         """Yield the problems of keys that do not fit held-out records."""
-        data, name = self.data, "evaluation.holdout"
-        if holdout.topic is not None:
-            if data.samples_per_record != 1:
-                yield f"{name}.topic: expected data.samples_per_record 1, got {data.samples_per_record}"
-            if holdout.topic == self.topic("samples") or holdout.topic.startswith(f"doll.{self.job}."):
-                yield f"{name}.topic: expected a topic whose records the job does not learn, got {holdout.topic}"
-            if not self.evaluation.enabled:
-                yield f"{name}.topic: expected evaluation.enabled: true, since the evaluator reads the topic"
-            return
-        if isinstance(holdout.by, KeyConfig) and holdout.by.field is not None and not is_json:
-            yield f"{name}.by.field: expected records that are JSON objects, one sample in each: name a header"
-        if self.worker.pipeline is not None:
-            yield f"{name}: expected no worker.pipeline, no stage of which has the whole model: use {name}.topic"
-        if data.join is not None and data.join.early_after_s is not None and not data.join.confirm:
-            yield (
-                f"{name}: expected data.join.confirm: true with data.join.early_after_s, so that each held-out sample "
-                "also has a record with its final label"
-            )
+        topic, join, own = holdout.topic, self.data.join, (self.topic("samples"), f"doll.{self.job}.")
+        if topic is not None and (topic == own[0] or topic.startswith(own[1])):
+            yield f"evaluation.holdout.topic: expected a topic whose records the job does not learn, got {topic}"
+        if topic is not None and self.data.samples_per_record != 1:
+            yield "evaluation.holdout.topic: expected data.samples_per_record: 1"
+        if holdout.by.field is not None and not is_json:
+            yield "evaluation.holdout.by.field: expected records that are JSON objects, one sample in each: name a header"
+        if topic is None and self.worker.pipeline is not None:
+            yield "evaluation.holdout: expected topic with worker.pipeline, since no stage has the whole model"
+        if topic is None and join is not None and join.early_after_s is not None and not join.confirm:
+            yield "evaluation.holdout: expected data.join.confirm: true, so that each early sample gets its final label"
 
     def _time_problems(self) -> Iterator[str]:
         """Yield the problems of times that contradict each other."""

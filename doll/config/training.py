@@ -267,8 +267,7 @@ class StopConfig(Section):
     """the job ends when the held-out loss is at or below this value"""
     metric: str | None = Field(default=None, min_length=1, max_length=100)
     """the job ends when this metric of the task on held-out samples reaches `at_least` or `at_most`; `prequential_NAME`
-    is metric NAME of the samples of the last 50 updates, before they were learned; `held_out_records_NAME` that of the
-    records of `evaluation.holdout` in the last 500 updates that have any"""
+    is metric NAME of the samples of the last 50 updates, before they were learned"""
     at_least: float | None = None
     """minimum of `metric`"""
     at_most: float | None = None

@@ -58,9 +58,8 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, af
         opened.callback(publisher.close, FLUSH_S)
 
         holdout = config.evaluation.holdout
-        samples_of = None
-        if holdout is not None and holdout.topic is not None:
-            samples_of = partial(topic_samples, config, services, holdout.topic)
+        topic = None if holdout is None else holdout.topic
+        samples_of = None if topic is None else partial(topic_samples, config, services, topic)
         evaluator = Evaluator(config, blobs, run_folder, after_term=after_term, samples_of=samples_of)
         tail = opened.enter_context(Tail(config, services, (config.topic("updates"),)))
         _follow(config, evaluator, tail, publisher, stop, heartbeat)
@@ -118,8 +117,7 @@ def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, eval
     window = history.prequential.windowed()
     prequential = {"loss": window.loss, **window.metrics}
     held_out = history.held_out_records()
-    records_window = {} if held_out is None else held_out.window_metrics
-    of_records = {f"{names.HELD_OUT_RECORDS}{name}": value for name, value in records_window.items()}
+    of_records = {} if held_out is None else held_out.window_metrics
     values = {
         **error.metrics,
         names.VERSION: float(evaluation.version),
@@ -128,13 +126,11 @@ def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, eval
         "evaluate_s": evaluation.seconds,
         "prequential_loss": history.prequential.running().loss,
         **{f"{names.PREQUENTIAL_WINDOW}{name}": value for name, value in prequential.items()},
-        **of_records,
+        **{f"{names.HELD_OUT_RECORDS}{name}": value for name, value in of_records.items()},
     }
-    reached = {name: value for name, value in values.items() if name not in of_records}
+    reached = dict(values)
     if history.learned_updates >= history.prequential.window:  # few samples may reach any value
         reached |= {f"prequential_{name}": value for name, value in prequential.items()}
-    if history.held_out.updates >= history.held_out.window:
-        reached |= of_records
     metric = config.stop.metric or ""
     evaluated = Evaluated(
         term=evaluation.term, version=evaluation.version, loss=error.loss, accuracy=error.accuracy,

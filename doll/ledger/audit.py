@@ -1,15 +1,12 @@
-"""The audit of a running or ended job. Every record must be applied once, held out, dead-lettered once, lost or
-pending.
+"""The audit of a running or ended job. Every record must be applied or dead-lettered once, held out, lost or pending.
 
 The audit reads the records of the job's processes in Kafka and in the checkpoint store; `doll.ledger.balance` counts
 them. It reads the checkpoint first, then the update records, the dead letters and the partition ends. An update is
 recorded before the checkpoint that contains this update is saved. A dead letter is recorded before the update that
 names this dead letter. So each later source contains everything that the earlier sources refer to. A server that saves
 a checkpoint during the audit can still make a correct history look wrong, for instance if it begins again or ends. Then
-the audit reads everything again.
-
-If the job holds out records of its stream, the audit reads the samples as well, and decides for each of them again
-whether it is held out.
+the audit reads everything again. If the job holds out records of its stream, the audit also reads the samples, and
+decides for each of them again whether it is held out.
 """
 
 from __future__ import annotations
@@ -166,26 +163,19 @@ def _holdout_problems(
 ) -> list[str]:
     """Read the records of the durable model again, as far as the log holds them, and decide again which of them are
     held out. Return the problems: records that were learned and should not have been, and the other way round."""
-    learned, left_out = list[Range](), list[Range]()
-    known = len(reader.problems)
+    found, known = dict[str, list[Range]](), len(reader.problems)
     for line, low in zip(report.partitions, lows, strict=True):
-        number = line.partition
-        messages = reader.client_messages(topic, number, max(low, line.origin), line.applied_until)
+        messages = reader.client_messages(topic, line.partition, max(low, line.origin), line.applied_until)
         while chunk := list(islice(messages, _HOLDOUT_RECORDS)):
             offsets = [int(message.offset()) for message in chunk]
-            mask = split.held_out(number, offsets, [message.value() for message in chunk], chunk)
+            mask = split.held_out(line.partition, offsets, [message.value() for message in chunk], chunk)
             for offset, is_held_out in zip(offsets, mask.tolist(), strict=True):
-                state = ledger.offset_state(number, offset)
-                if is_held_out and state in ("applied", "partly"):
-                    learned.append(Range(number, offset, offset + 1))
-                elif state == "held out" and not is_held_out:
-                    left_out.append(Range(number, offset, offset + 1))
+                state = ledger.offset_state(line.partition, offset)
+                if state in ("applied", "partly") if is_held_out else state == "held out":
+                    what = "learned, but to be held out" if is_held_out else "held out, but to be learned"
+                    found.setdefault(what, []).append(Range(line.partition, offset, offset + 1))
     del reader.problems[known:]  # of batches that cannot be read: their records are dead, or the worker could read them
-    return [
-        f"{what} (evaluation.holdout): {named(ranges)}"
-        for what, ranges in (("learned, but to be held out", learned), ("held out, but to be learned", left_out))
-        if ranges
-    ]
+    return [f"{what} (evaluation.holdout): {named(ranges)}" for what, ranges in found.items()]
 
 
 def _present_records(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]:

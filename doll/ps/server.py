@@ -640,10 +640,9 @@ def held_out_score(scores: Sequence[HeldOutScore], counters: Counter[str]) -> He
     """Return the score of the samples of all `scores`; None if there are none."""
     if not scores:
         return None
-    means, num_refused = combined([(score.metric_sums, score.weight) for score in scores])
-    if num_refused:
-        counters["refused_metric_states"] += num_refused
     weight = sum(score.weight for score in scores)
+    means, num_refused = combined([(score.metric_sums, score.weight) for score in scores])
+    counters.update({"refused_metric_states": num_refused} if num_refused else {})
     return HeldOutScore(
         n_samples=sum(score.n_samples for score in scores), weight=weight,
         loss_sum=sum(score.loss_sum for score in scores),

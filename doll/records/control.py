@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -629,6 +629,8 @@ AnyRecord = (
 )  # fmt: skip
 
 _Batch = TypeVar("_Batch", bound=BatchOutcome)
+_OFFSETS: Final = ("dead", "held_out")
+_PACKED: Final = ("dead", "gaps", "lost", "held_out")
 _FEW: Final = 16  # this many offsets and ranges, or fewer, are not packed
 _MAX_BITS: Final = 10_000_000  # maximum for one batch, as for `data.batch_size`
 _BASE_BYTES: Final = 8
@@ -677,16 +679,11 @@ def _packed(item: _Batch) -> _Batch:
     Kafka, even if most records of its batches are refused."""
     if not _names_many(item):
         return item
-    points: list[tuple[tuple[int, int], ...]]
-    points = [tuple((at, at + 1) for at in offsets) for offsets in (item.dead, item.held_out)]
-    dead, held_out = (_bits_if_shorter(ranges, 5) for ranges in points)
-    gaps, lost = (_bits_if_shorter(ranges, 11) for ranges in (item.gaps, item.lost))
-    if not (dead or gaps or lost or held_out):
-        return item
-    return msgspec.structs.replace(
-        item, dead=() if dead else item.dead, gaps=() if gaps else item.gaps, lost=() if lost else item.lost,
-        held_out=() if held_out else item.held_out, packed=(dead, gaps, lost, held_out),
-    )  # fmt: skip
+    offsets = {name: tuple((at, at + 1) for at in getattr(item, name)) for name in _OFFSETS}
+    ranges = offsets | {"gaps": item.gaps, "lost": item.lost}
+    packed = tuple(_bits_if_shorter(ranges[name], 5 if name in _OFFSETS else 11) for name in _PACKED)
+    kept: dict[str, Any] = {name: () for name, bits in zip(_PACKED, packed, strict=True) if bits}
+    return msgspec.structs.replace(item, packed=packed, **kept) if kept else item
 
 
 def _bits_if_shorter(ranges: Sequence[tuple[int, int]], bytes_each: int) -> bytes:
@@ -702,14 +699,11 @@ def _bits_if_shorter(ranges: Sequence[tuple[int, int]], bytes_each: int) -> byte
 def _unpacked(item: _Batch) -> _Batch:
     if not item.packed:
         return item
-    if len(item.packed) not in (3, 4):  # 3: from a release whose jobs hold out no records
-        raise RecordError(f"offsets as bits: expected those of dead, gaps, lost and held_out, got {len(item.packed)}")
-    dead, gaps, lost, *more = (ranges_of(bits) if bits else () for bits in item.packed)
-    held_out = offsets_of(more[0]) if more else ()
-    return msgspec.structs.replace(
-        item, dead=offsets_of(dead) or item.dead, gaps=gaps or item.gaps, lost=lost or item.lost,
-        held_out=held_out or item.held_out, packed=(),
-    )  # fmt: skip
+    if len(item.packed) not in (3, 4):  # 3: from a release without held-out records
+        raise RecordError(f"offsets as bits: expected those of {', '.join(_PACKED)}, got {len(item.packed)}")
+    ranges = {name: ranges_of(bits) for name, bits in zip(_PACKED, item.packed, strict=False) if bits}
+    named: dict[str, Any] = {name: offsets_of(at) if name in _OFFSETS else at for name, at in ranges.items()}
+    return msgspec.structs.replace(item, packed=(), **named)
 
 
 _encoder = msgspec.msgpack.Encoder()

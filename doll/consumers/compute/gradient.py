@@ -177,7 +177,7 @@ class GradientComputer:
             # One sample has no variance, and torch refuses it: a batch with one usable sample would end
             # the worker. Its normalisation uses the running statistics and does not change them.
             uses_running_stats = use_running_stats or batch.num_samples == 1
-            output, loss, inputs = self._forward(batch, buffers, mode="running stats" if uses_running_stats else "train")
+            output, loss, inputs = self._forward(batch, buffers, use_running_stats=uses_running_stats)
             if not loss.total.requires_grad:
                 raise TaskError(
                     f"{type(self._task).__name__}: expected a loss with a gradient, got one without: compute it from "
@@ -205,24 +205,19 @@ class GradientComputer:
         buffers = self._model.flat.detach()[self._model.num_parameters :].clone()
         try:
             with torch.no_grad():
-                return self._forward(batch, buffers, mode="running stats")[1].value / batch.total_weight
+                return self._forward(batch, buffers, use_running_stats=True)[1].value / batch.total_weight
         finally:
             self._undo_pass(buffers)
 
     def score(self, samples: SampleBatch, seed: int) -> HeldOutScore | None:
         """Return loss and metrics of samples in evaluation mode; None, after a warning, if the model fails on one of
-        them or a number is not finite.
-
-        Raises:
-            TaskError, MemoryError, OSError: the samples are not the cause.
-            BlobError, ServiceUnavailableError: rows of tables do not arrive.
-        """
+        them or a number is not finite. Raise TaskError, or BlobError or ServiceUnavailableError for rows of tables."""
         self._catch_up()
         buffers = self._model.flat.detach()[self._model.num_parameters :].clone()
         self.seed, problem = seed, "the loss or a metric is not finite"
         try:
             with torch.no_grad():
-                output, loss, inputs = self._forward(samples, buffers, mode="evaluation")
+                output, loss, inputs = self._forward(samples, buffers, use_running_stats=True, evaluates=True)
                 metrics = passes.metric_sums(self._task, output, inputs)
             numbers = [loss.value, *(value for value in metrics.values() if not isinstance(value, bytes))]
             if all(map(math.isfinite, numbers)):
@@ -291,14 +286,13 @@ class GradientComputer:
             self.weights[floats] = before
 
     def _forward(
-        self, batch: SampleBatch, buffers: torch.Tensor, *, mode: Literal["train", "running stats", "evaluation"]
+        self, batch: SampleBatch, buffers: torch.Tensor, *, use_running_stats: bool, evaluates: bool = False
     ) -> tuple[Any, passes.Loss, passes.Inputs]:  # fmt: skip
-        """Return the output, the loss and the task's inputs. `buffers` is a copy of the buffers before the pass.
-        `running stats`: only batch norm is in its evaluation mode."""
+        """Return the output, the loss and the task's inputs. `buffers` is a copy of the buffers before the pass."""
         if self.seed is not None:
             draw_from(self.seed, self._model.device)
-        module = self._model.module.train(mode != "evaluation")
-        if mode == "running stats":
+        module = self._model.module.train(not evaluates)
+        if use_running_stats:
             for part in module.modules():
                 if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
                     part.eval()

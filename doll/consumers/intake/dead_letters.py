@@ -10,15 +10,7 @@ from typing import Final
 
 from doll.config import JobConfig
 from doll.consumers.channels.kafka_channel import WorkerChannel
-from doll.consumers.intake.decoding import (
-    DecodedBatch,
-    RawRecords,
-    RefusedSamples,
-    SeenForms,
-    decode_records,
-    hold_out,
-    refuse,
-)
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords, RefusedSamples, SeenForms, decode_records, refuse
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch
 from doll.errors import RetryLater
 from doll.process.fault_points import fault_point
@@ -81,7 +73,7 @@ class DeadLetters:
                 records.partition, decoded.refused, {offset: value for offset, value in values if value is not None}
             )
             fault_point("worker.after_dead_letter")
-        return decoded if self._split is None else hold_out(decoded, records, self._split)
+        return decoded if self._split is None else decoded.without_held_out(records, self._split)
 
     def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> ComputedBatch:
         """Write dead letters for some samples of the batch: `bad` contains the reason for each of their positions.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -88,23 +88,22 @@ class DecodedBatch:
     def samples(self) -> SampleBatch:
         return SampleBatch(self.x, self.y, self.weight, self.group)
 
-
-def hold_out(decoded: DecodedBatch, records: RawRecords, split: Split) -> DecodedBatch:
-    """Return the batch without the samples of the records that are held out. `records` have envelopes."""
-    mask = split.held_out(records.partition, records.offsets, records.values, records.envelopes)
-    if not mask.any():
-        return decoded
-    dead = {item.offset for item in decoded.refused if item.whole}
-    held_out = [at for at in np.flatnonzero(mask).tolist() if records.offsets[at] not in dead]
-    offsets = [records.offsets[at] for at in held_out]
-    final = [records.offsets[at] for at in held_out if split.has_final_label(records.values[at])]
-    learned = np.flatnonzero(~np.isin(decoded.offsets, offsets)).tolist()
-    scored = np.flatnonzero(np.isin(decoded.offsets, final)).tolist()
-    x, y, weight, group = decoded.samples.take(learned)
-    return replace(
-        decoded, x=x, y=y, weight=weight, group=group, offsets=decoded.offsets[learned], held_out=tuple(offsets),
-        held_out_samples=decoded.samples.take(scored) if scored else None,
-    )  # fmt: skip
+    def without_held_out(self, records: RawRecords, split: Split) -> DecodedBatch:
+        """Return the batch whose held-out records are apart. `records` are those of this batch, with envelopes."""
+        mask = split.held_out(records.partition, records.offsets, records.values, records.envelopes)
+        if not mask.any():
+            return self
+        dead = {item.offset for item in self.refused if item.whole}
+        held_out = [at for at in np.flatnonzero(mask).tolist() if records.offsets[at] not in dead]
+        offsets = [records.offsets[at] for at in held_out]
+        final = [records.offsets[at] for at in held_out if split.has_final_label(records.values[at])]
+        learned = np.flatnonzero(~np.isin(self.offsets, offsets)).tolist()
+        scored = np.flatnonzero(np.isin(self.offsets, final)).tolist()
+        x, y, weight, group = self.samples.take(learned)
+        samples = self.samples.take(scored) if scored else None
+        return DecodedBatch(
+            x, y, self.offsets[learned], self.refused, self.skipped, weight, group, tuple(offsets), samples
+        )
 
 
 class SeenForms:

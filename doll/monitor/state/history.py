@@ -26,8 +26,6 @@ UPDATE_COLUMNS = (
     "time_s", "term", "version", "n_samples", "samples_total", "batches", "prequential_loss",
     "apply_s", "grant_to_update_s", "mean_compute_s", "mean_service_s", "weight", "records",
 )  # fmt: skip
-# Of updates with held-out records; further columns have their metrics.
-HELD_OUT_COLUMNS = ("held_out_records", "held_out_samples", "held_out_weight", "held_out_loss")
 HELD_OUT_WINDOW: Final = 500  # updates with such samples: each of them may have only a few
 EVALUATION_COLUMNS = ("time_s", "term", "version", "loss", "accuracy")
 
@@ -110,13 +108,12 @@ class HeldOutRecords:
     Attributes:
         samples: number of samples that were measured: a record may have several, or none.
         metrics: loss and metrics of these samples, as far as they are known.
-        window_samples, window_metrics: the same for the last `window_updates` updates with such samples.
+        window_samples, window_metrics: the same for the last `HELD_OUT_WINDOW` updates with such samples.
     """
 
     records: int
     samples: int
     metrics: dict[str, float]
-    window_updates: int
     window_samples: int
     window_metrics: dict[str, float]
 
@@ -192,10 +189,7 @@ class History:
                     history._counts(row)
         return history
 
-    def _counts(
-        self, row: Mapping[str, float], states: Mapping[str, bytes] | None = None,
-        held_out_states: Mapping[str, bytes] | None = None,
-    ) -> None:  # fmt: skip
+    def _counts(self, row: Mapping[str, float], states: Mapping[str, bytes] | None = None) -> None:
         """Count a row of `updates` that is not void, with the encoded states of its metrics."""
         version, samples = int(row["version"]), int(row.get("n_samples", 0))
         loss, weight = row.get("prequential_loss", math.nan), row.get("weight", samples)
@@ -207,14 +201,6 @@ class History:
         self.version, self.samples_total = version, int(row.get("samples_total", 0))
         self.prequential.add(version, samples, loss, metrics, weight, states)
         self.loss_trend.add(version, weight, loss)
-        if math.isfinite(held_out_loss := row.get("held_out_loss", math.nan)):
-            metrics = {
-                name.removeprefix("held_out_"): value
-                for name, value in row.items()
-                if name.startswith("held_out_") and name not in HELD_OUT_COLUMNS
-            }
-            samples, weight = int(row["held_out_samples"]), row["held_out_weight"]
-            self.held_out.add(version, samples, held_out_loss, metrics, weight, held_out_states)
         if math.isnan(self.first_time_s):
             self.first_time_s = row["time_s"]
         self.last_time_s = row["time_s"]
@@ -291,17 +277,18 @@ class History:
             # Another name, because the metric over several updates is not the mean of these.
             **{f"update_{name}": value for name, value in update_values(states).items()},
         }
-        held_out_states: dict[str, bytes] = {}
-        if (score := record.held_out_score) is not None and score.weight > 0:
-            numbers, held_out_states = split_metrics(score.metric_sums)
-            row |= {f"held_out_{name}": value / score.weight for name, value in numbers.items()}
-            row |= {"held_out_samples": score.n_samples, "held_out_weight": score.weight}
-            row["held_out_loss"] = score.loss_sum / score.weight
+        if (score := record.held_out_score) is not None and score.weight > 0 and math.isfinite(score.loss_sum):
+            sums, score_states = split_metrics(score.metric_sums)
+            means = {name: value / score.weight for name, value in {**sums, "loss": score.loss_sum}.items()}
+            row |= {f"held_out_{name}": value for name, value in means.items()} | {"held_out_samples": score.n_samples}
+            if not void:
+                loss = means.pop("loss")
+                self.held_out.add(record.version, score.n_samples, loss, means, score.weight, score_states)
         if held_out := sum(len(member.held_out) for member in record.members):
             row["held_out_records"] = held_out
         grown = self.updates.append(row, void=void)
         if not void:
-            self._counts(row, states, held_out_states)
+            self._counts(row, states)
         return grown
 
     def held_out_records(self) -> HeldOutRecords | None:
@@ -312,7 +299,7 @@ class History:
         return HeldOutRecords(
             records=int(np.nansum(self.updates.valid("held_out_records"))),
             samples=running.samples, metrics=_finite(running),
-            window_updates=HELD_OUT_WINDOW, window_samples=window.samples, window_metrics=_finite(window),
+            window_samples=window.samples, window_metrics=_finite(window),
         )  # fmt: skip
 
     @property

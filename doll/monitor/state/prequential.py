@@ -106,11 +106,6 @@ class Prequential:
         means = self._since(max(0, len(self._versions) - 1 - self.window))
         return means._replace(metrics=means.metrics | self._states.windowed())
 
-    @property
-    def updates(self) -> int:
-        """The number of updates, of which only the last ones are kept."""
-        return len(self._versions) - 1
-
     def _since(self, point: int | None) -> Means:
         """Return the means since an index. None: since the beginning of the run."""
         samples = self._samples[-1] - (0 if point is None else self._samples[point])
