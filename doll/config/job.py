@@ -182,7 +182,7 @@ class JobConfig(Section):
         if topic is not None and self.data.samples_per_record != 1:
             yield "evaluation.holdout.topic: expected data.samples_per_record: 1"
         if holdout.by.field is not None and not is_json:
-            yield "evaluation.holdout.by.field: expected records that are JSON objects, one sample in each: name a header"
+            yield "evaluation.holdout.by.field: expected records that are JSON objects, one sample each: name a header"
         if topic is None and self.worker.pipeline is not None:
             yield "evaluation.holdout: expected topic with worker.pipeline, since no stage has the whole model"
         if topic is None and join is not None and join.early_after_s is not None and not join.confirm:

@@ -468,8 +468,8 @@ class Ledger:
 
         Returns:
             "pending": not yet applied; "applied"; "partly": applied, in a batch with refused samples inside packed
-            records; "held out": not learned; "dead": refused in the update that counts; "absent": the log held no record when the batch was
-            read; "skipped": a rollback has left it out.
+            records; "held out": not learned; "dead": refused in the update that counts; "absent": the log held no
+            record when the batch was read; "skipped": a rollback has left it out.
         """
         return self._accounts[partition].offset_state(offset) if 0 <= partition < len(self._accounts) else "pending"
 

@@ -73,7 +73,9 @@ def test_a_job_with_history_keeps_what_it_holds_out() -> None:
         assert resume_refusal(share, fields(other))
     slices = fields({"from": "2026-11-01T00:00:00Z"})
     assert resume_refusal(slices, fields({"from": "2026-11-01T00:00:01Z"}))
-    assert "freshness.time" in resume_refusal(slices, fields({"from": "2026-11-01T00:00:00Z"}, freshness={"time": "at"}))
+    assert "freshness.time" in resume_refusal(
+        slices, fields({"from": "2026-11-01T00:00:00Z"}, freshness={"time": "at"})
+    )
 
 
 def test_the_evaluator_may_read_the_topic() -> None:

@@ -280,7 +280,11 @@ def test_the_letter_of_an_offset_that_was_applied_is_superseded(rng: random.Rand
         for m in history.records[at].members  # type: ignore[union-attr]
         if (m.worker, m.batch) == (n, 0)
     )
-    assume(offset not in member.dead and offset not in member.held_out and not offset_ranges.contains(offset_ranges.union(member.gaps), offset))
+    assume(
+        offset not in member.dead
+        and offset not in member.held_out
+        and not offset_ranges.contains(offset_ranges.union(member.gaps), offset)
+    )
     before = history.report()
     history.letters.append(dead_letter(n, offset))
     report = history.report()

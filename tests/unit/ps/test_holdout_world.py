@@ -1,4 +1,4 @@
-"""Random plays of a job that holds out records: each is in one class, the same after kills, requeues and late pushes."""
+"""Random plays of a job that holds out records: each is in one class, the same after kills and late pushes."""
 
 from __future__ import annotations
 
