@@ -268,7 +268,7 @@ class _WorkerProcess:
         return ChunkReader(
             config, self._services, config.topic("samples"), (), group=f"doll-{config.job}-w{self._worker}",
             max_chunk_records=max(1, stream_buffer_records(config) // 2),
-            with_envelopes=self._task.reads_envelopes or Split.of(config) is not None,
+            with_envelopes=self._task.reads_envelopes or Split.of_job(config) is not None,
             times_of=event_clock(config.freshness.time),
         )  # fmt: skip
 

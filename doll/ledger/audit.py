@@ -76,7 +76,7 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
         present = _present_records(reader, samples, [gap for gap in remaining if gap.lo < gap.hi])
         if present:
             report = ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed, is_whole=is_whole)
-        if (split := Split.of(config)) is not None:
+        if (split := Split.of_job(config)) is not None:
             report = dataclasses.replace(
                 report, problems=(*report.problems, *_holdout_problems(split, reader, samples, report, ledger, lows))
             )  # fmt: skip
@@ -163,7 +163,7 @@ def _holdout_problems(
 ) -> list[str]:
     """Read the records of the durable model again, as far as the log holds them, and decide again which of them are
     held out. Return the problems: records that were learned and should not have been, and the other way round."""
-    found, known = dict[str, list[Range]](), len(reader.problems)
+    wrong, known = dict[str, list[Range]](), len(reader.problems)
     for line, low in zip(report.partitions, lows, strict=True):
         messages = reader.client_messages(topic, line.partition, max(low, line.origin), line.applied_until)
         while chunk := list(islice(messages, _HOLDOUT_RECORDS)):
@@ -173,9 +173,9 @@ def _holdout_problems(
                 state = ledger.offset_state(line.partition, offset)
                 if state in ("applied", "partly") if is_held_out else state == "held out":
                     what = "learned, but to be held out" if is_held_out else "held out, but to be learned"
-                    found.setdefault(what, []).append(Range(line.partition, offset, offset + 1))
+                    wrong.setdefault(what, []).append(Range(line.partition, offset, offset + 1))
     del reader.problems[known:]  # of batches that cannot be read: their records are dead, or the worker could read them
-    return [f"{what} (evaluation.holdout): {named(ranges)}" for what, ranges in found.items()]
+    return [f"{what} (evaluation.holdout): {named(ranges)}" for what, ranges in wrong.items()]
 
 
 def _present_records(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]:

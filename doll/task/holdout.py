@@ -40,7 +40,7 @@ class Split:
         self._decode = msgspec.json.Decoder(fields).decode
 
     @classmethod
-    def of(cls, config: JobConfig) -> Self | None:
+    def of_job(cls, config: JobConfig) -> Self | None:
         """Return the split of a job; None if it learns all records of its stream."""
         section = config.evaluation.holdout
         return None if section is None or section.topic is not None else cls(config, section)

@@ -39,7 +39,7 @@ def test_a_share_of_the_keys_is_never_learned_and_scored_once(make_pipeline: Mak
     share = "evaluation.holdout.share=0.3"
     job = make_pipeline(share, "stop.updates=1000", "checkpoint.every_updates=5")
     half, total = 480, 960
-    split = Split.of(job.config)
+    split = Split.of_job(job.config)
     assert split is not None
     dead = [at for at in range(total) if at % 40 == 7]
     held_out = [
@@ -66,10 +66,10 @@ def test_a_share_of_the_keys_is_never_learned_and_scored_once(make_pipeline: Mak
     model = ProgressModel(job.config, 0.0)
     for record in job.read("updates"):
         model.feed(record)
-    found = model.history.held_out_records()
-    assert found is not None
-    assert (found.records, found.samples) == (len(held_out), len(held_out))
-    assert {"loss", "accuracy"} <= found.metrics.keys()
+    counted = model.history.held_out_records()
+    assert counted is not None
+    assert (counted.records, counted.samples) == (len(held_out), len(held_out))
+    assert {"loss", "accuracy"} <= counted.metrics.keys()
     named = {
         (member.partition, offset)
         for record in job.updates if record.held_out_score is not None

@@ -54,7 +54,7 @@ class DeadLetters:
         self._data = config.data
         self._task = task
         self._seen = SeenForms(task)
-        self._split = Split.of(config)
+        self._split = Split.of_job(config)
         self._channel = channel
         self._topic = config.topic("samples")
         self._worker = worker

@@ -80,18 +80,18 @@ class Log(RangeReader):
 
 def problems(keys: list[bytes | None], *held_out: int, low: int = 0, **more: Any) -> list[str]:
     config = parse(JOB)
-    split = Split.of(config)
+    split = Split.of_job(config)
     assert split is not None
     ledger, reader = Ledger(DURABLE, updates(*held_out, **more)), Log(keys)
-    found = _holdout_problems(split, reader, "samples", ledger.report([20, 0]), ledger, [low, 0])
+    result = _holdout_problems(split, reader, "samples", ledger.report([20, 0]), ledger, [low, 0])
     assert reader.problems == ["before"]
     assert reader.read_from[0] == low
-    return found
+    return result
 
 
 def test_the_audit_decides_again_which_records_are_held_out() -> None:
     config = parse(JOB)
-    split = Split.of(config)
+    split = Split.of_job(config)
     assert split is not None
     names = [f"user {n}".encode() for n in range(40)]
     mask = split.held_out(0, range(40), [b"{}"] * 40, list(map(Message, names))).tolist()

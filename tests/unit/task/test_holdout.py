@@ -16,7 +16,7 @@ from fake_message import FakeMessage as Message
 def split_of(**more: Any) -> Split:
     sections = {name: more.pop(name) for name in ("data", "freshness") if name in more}
     job = {"job": "j", "task": {"class": "a:B"}, "evaluation": {"holdout": more}, **sections}
-    split = Split.of(parse(json.dumps(job)))
+    split = Split.of_job(parse(json.dumps(job)))
     assert split is not None
     return split
 
@@ -34,7 +34,7 @@ def held_out(
 
 def test_a_job_without_holdout_or_with_another_topic_learns_all_records() -> None:
     for evaluation in ({}, {"holdout": {"topic": "other"}}):
-        assert Split.of(parse(json.dumps({"job": "j", "task": {"class": "a:B"}, "evaluation": evaluation}))) is None
+        assert Split.of_job(parse(json.dumps({"job": "j", "task": {"class": "a:B"}, "evaluation": evaluation}))) is None
 
 
 def test_the_split_of_keys_is_part_of_the_format() -> None:

@@ -213,12 +213,12 @@ def test_held_out_records_are_counted_and_scored_apart() -> None:
     history.feed(scored(1, 2, 1.0, 3.0, held_out=(16, 17, 18)))
     history.feed(update(1, 3))
     history.feed(scored(1, 4, held_out=(33,)))
-    found = history.held_out_records()
-    assert found is not None
-    assert (found.records, found.samples, found.window_samples) == (4, 2, 2)
-    assert found.metrics == found.window_metrics
-    assert found.metrics == {"loss": 2.0, "half": 1.0, "state": 2.0, "state_stderr": pytest.approx(2**-0.5)}
-    assert found.text() == "4 records held out: loss 2, half 1, state 2 over the last 2 samples"
+    counted = history.held_out_records()
+    assert counted is not None
+    assert (counted.records, counted.samples, counted.window_samples) == (4, 2, 2)
+    assert counted.metrics == counted.window_metrics
+    assert counted.metrics == {"loss": 2.0, "half": 1.0, "state": 2.0, "state_stderr": pytest.approx(2**-0.5)}
+    assert counted.text() == "4 records held out: loss 2, half 1, state 2 over the last 2 samples"
     assert history.prequential.running().loss == 1.0
     assert history.prequential.running().metrics == {"accuracy": 0.5}
 
@@ -230,13 +230,13 @@ def test_held_out_records_of_void_updates_do_not_count() -> None:
         history.feed(scored(1, version, 9.0, held_out=(16 * version,)))
     history.feed(term_started(2, resumed=2))
     history.feed(scored(2, 3, 3.0, held_out=(48,)))
-    found = history.held_out_records()
-    assert found is not None
-    assert (found.records, found.samples, found.metrics["loss"]) == (3, 3, 7.0)
+    counted = history.held_out_records()
+    assert counted is not None
+    assert (counted.records, counted.samples, counted.metrics["loss"]) == (3, 3, 7.0)
     history.feed(term_started(5, generation=5))
-    found = history.held_out_records()
-    assert found is not None
-    assert (found.records, found.samples, found.metrics, found.text()) == (0, 0, {}, "0 records held out")
+    counted = history.held_out_records()
+    assert counted is not None
+    assert (counted.records, counted.samples, counted.metrics, counted.text()) == (0, 0, {}, "0 records held out")
 
 
 def test_the_window_of_held_out_samples_has_500_updates_and_a_score_that_is_not_finite_is_left_out() -> None:
@@ -245,10 +245,10 @@ def test_the_window_of_held_out_samples_has_500_updates_and_a_score_that_is_not_
     for version in range(1, 521):
         history.feed(scored(1, version, 9.0 if version <= 20 else 1.0, held_out=(version,)))
     history.feed(scored(1, 521, math.inf))
-    found = history.held_out_records()
-    assert found is not None
-    assert (found.window_samples, found.window_metrics["loss"], found.window_metrics["state"]) == (500, 1.0, 1.0)
-    assert (found.samples, found.metrics["loss"]) == (520, pytest.approx((20 * 9 + 500) / 520))
+    counted = history.held_out_records()
+    assert counted is not None
+    assert (counted.window_samples, counted.window_metrics["loss"], counted.window_metrics["state"]) == (500, 1.0, 1.0)
+    assert (counted.samples, counted.metrics["loss"]) == (520, pytest.approx((20 * 9 + 500) / 520))
 
 
 def test_the_files_of_a_run_keep_its_held_out_records(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_the_files_of_a_run_keep_its_held_out_records(tmp_path: Path) -> None:
         history.feed(update(1, version) if version == 2 else scored(1, version, float(version), held_out=(version,)))
     CsvFile(tmp_path / "updates.csv", history.updates).sync(changed=True)
     again = History.of_rows(read_rows(tmp_path / "updates.csv"), [])
-    found = again.held_out_records()
-    assert found is not None
-    assert (found.records, found.samples) == (2, 0), "the metrics are in report.json"
+    counted = again.held_out_records()
+    assert counted is not None
+    assert (counted.records, counted.samples) == (2, 0), "the metrics are in report.json"
     assert again.updates.valid("held_out_loss")[[0, 2]].tolist() == [1.0, 3.0]
