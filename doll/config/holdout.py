@@ -16,13 +16,17 @@ def _as_key(value: Any) -> Any:
     return {} if value == "key" else value
 
 
+class HashedKeyConfig(KeyConfig):
+    """Where a record has the key that is hashed: in a field of the value, or in a header; default: Kafka's key."""
+
+
 class HoldoutConfig(Section):
     """Records that the model never learns, and on which it is measured: a share of the stream, the records of a time,
     or another topic (docs/guide/metrics.md). `share`, `by`, `from` and `until` cannot change while the job exists."""
 
     share: float | None = Field(default=None, gt=0, lt=1)
     """share of the stream: a record is held out if the hash of its key is in this share"""
-    by: Annotated[KeyConfig, BeforeValidator(_as_key)] = KeyConfig()
+    by: Annotated[HashedKeyConfig, BeforeValidator(_as_key)] = HashedKeyConfig()
     """what is hashed: key: Kafka's key, so that all records of a key are held out, or none; or a field of a JSON
     object, or a header. Of a record without it, partition and offset are hashed"""
     begin: AwareDatetime | None = Field(default=None, alias="from")

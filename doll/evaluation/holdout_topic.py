@@ -16,12 +16,8 @@ log = telemetry.get_logger(__name__)
 
 def topic_samples(config: JobConfig, services: Services, topic: str, task: Task) -> SampleBatch:
     """Return the samples of the last `evaluation.max_samples` records of a topic, in equal parts of its partitions.
-    Records that would be dead letters in the job's own topic are counted in a warning.
-
-    Raises:
-        ConfigError: there is no such topic, or no record of it can be decoded.
-        ServiceUnavailableError: Kafka does not answer.
-    """
+    Records that would be dead letters in the job's own topic are counted in a warning. Raise ConfigError if there is no
+    such topic, or no record of it can be decoded. Raise ServiceUnavailableError if Kafka does not answer."""
     with RangeReader(config, services) as reader:
         if not (count := reader.num_partitions(topic)):
             raise ConfigError(f"evaluation.holdout.topic: expected an existing topic, got {topic}")
@@ -39,8 +35,8 @@ def topic_samples(config: JobConfig, services: Services, topic: str, task: Task)
     )  # fmt: skip
     log.info("held_out_topic_read", topic=topic, records=len(values), samples=decoded.num_samples)
     if decoded.refused:
-        counts = f"{len(decoded.refused)} of {len(values)} records cannot be decoded"
+        problem = f"{len(decoded.refused)} of {len(values)} records cannot be decoded: {decoded.refused[0].reason}"
         if not decoded.num_samples:
-            raise ConfigError(f"evaluation.holdout.topic: {counts}: {decoded.refused[0].reason}")
-        log.warning("held_out_records_refused", problem=counts, first_reason=decoded.refused[0].reason)
+            raise ConfigError(f"evaluation.holdout.topic: {problem}")
+        log.warning("held_out_records_refused", reason=problem)
     return decoded.samples

@@ -110,7 +110,7 @@ def test_the_samples_of_another_topic_are_its_last_ones(services: Services, job_
 
     values = samples(40)
     send([b"?"], 1)
-    with pytest.raises(ConfigError, match="none of 1 records can be decoded: expected 20 bytes"):
+    with pytest.raises(ConfigError, match="1 of 1 records cannot be decoded: expected 20 bytes"):
         topic_samples(config, services, topic.name, task)
     send(values, 0)
     send(values[:5], 1)

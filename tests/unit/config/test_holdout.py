@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from doll.config import dump, parse
 from doll.config.fingerprint import job_fields, resume_refusal
-from doll.config.join import KeyConfig
+from doll.config.holdout import HashedKeyConfig
 from doll.errors import ConfigError
 from doll.kafka.permissions import Permission, needed
 
@@ -24,7 +24,7 @@ def job(holdout: Any, **sections: Any) -> str:
 
 
 def test_what_is_hashed() -> None:
-    for by, expected in (("key", KeyConfig()), ({"field": "user"}, KeyConfig(field="user"))):
+    for by, expected in (("key", HashedKeyConfig()), ({"field": "user"}, HashedKeyConfig(field="user"))):
         config = parse(job({"share": 0.02, "by": by}))
         assert config.evaluation.holdout is not None
         assert config.evaluation.holdout.by == expected
