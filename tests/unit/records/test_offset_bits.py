@@ -74,7 +74,7 @@ def test_a_time_slice_of_held_out_records_is_short_and_read_as_it_was_written() 
 def test_offsets_as_bits_of_a_release_without_held_out_records_are_read() -> None:
     bits = bits_of(((7, 9),))
     assert decode(encode(push(pushed(packed=(bits, b"", b""))))) == push(pushed(dead=(7, 8)))
-    with pytest.raises(RecordError, match="expected those of dead, gaps, lost and held_out, got 2"):
+    with pytest.raises(RecordError, match="expected those of dead, gaps, lost, held_out, got 2"):
         decode(encode(push(pushed(packed=(bits, b"")))))
 
 

@@ -525,4 +525,4 @@ def test_a_fault_of_the_task_ends_the_score_as_it_ends_a_gradient() -> None:
     torch.manual_seed(1)
     computer = GradientComputer(Wrong(), FlatModel(Wrong().build_model()))
     with pytest.raises(TaskError, match="one loss for each"):
-        computer.score(SampleBatch(*data(4, True)), 7)
+        computer.score(SampleBatch(*data(4, True), np.full(4, 2.0, np.float32)), 7)
