@@ -23,7 +23,7 @@ from doll.task.records import Envelope
 
 _SIZE: Final = 1 << 62
 _SEED: Final = 131  # not that of the ids of a model's tables; the same in all jobs, which hold out the same keys
-_CORRECTION: Final = msgspec.json.Decoder(msgspec.defstruct("Fields", [("doll_is_correction", bool)]))
+_CORRECTION: Final[Any] = msgspec.json.Decoder(msgspec.defstruct("Fields", [("doll_is_correction", bool)]))
 
 
 class Split:

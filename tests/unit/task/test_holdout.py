@@ -14,7 +14,7 @@ from fake_message import FakeMessage as Message
 
 
 def split_of(**more: Any) -> Split:
-    sections = {name: more.pop(name) for name in ("data", "freshness") if name in more}
+    sections: dict[str, Any] = {name: more.pop(name) for name in ("data", "freshness") if name in more}
     job = {"job": "j", "task": {"class": "a:B"}, "evaluation": {"holdout": more}, **sections}
     split = Split.of_job(parse(json.dumps(job)))
     assert split is not None
