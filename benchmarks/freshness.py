@@ -265,7 +265,8 @@ def measure(place: Place, config: JobConfig, options: argparse.Namespace) -> dic
 def table(rows: list[dict[str, Any]]) -> str:
     """The section of docs/benchmarks.md. `rows`: the newest result on this machine, and of hosts."""
     lines = [
-        "| where | events/s | workers | batch | p50 s | p90 s | p99 s | longest s | DOLL's own p50, p99 s | load | commit |",
+        "| where | events/s | workers | batch | p50 s | p90 s | p99 s | longest s "
+        "| DOLL's own p50, p99 s | load | commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -273,8 +274,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         says = f"{own['p50_s']:.2f}, {own['p99_s']:.2f}" if own else "-"
         times = " | ".join(f"{row[name]:.2f}" for name in ("p50_s", "p90_s", "p99_s", "max_s"))
         lines.append(
-            f"| {row['link']} | {row['sent_per_s']:,.0f} | {row['partitions']} | {row['batch_size']:,} | {times} | {says} "
-            f"| {row['load']:.0f} | {row['commit']} |"
+            f"| {row['link']} | {row['sent_per_s']:,.0f} | {row['partitions']} | {row['batch_size']:,} | {times} "
+            f"| {says} | {row['load']:.0f} | {row['commit']} |"
         )
     return "\n".join(lines)
 

@@ -98,7 +98,20 @@ def job_fields(config: JobConfig) -> dict[str, str]:
         _PUSHES: _pushes(training.policy.sends_steps, training.policy.batches_per_push),
         **{f"training.{key}": _value(value) for key, value in _training_fields(training)},
         **{f"task.args.{_text(key)}": _argument(key, value) for key, value in config.task.args.items()},
+        **_holdout_fields(config),
     }
+
+
+def _holdout_fields(config: JobConfig) -> dict[str, str]:
+    """Return the settings that decide which records of the stream are held out."""
+    holdout = config.evaluation.holdout
+    if holdout is None or holdout.topic is not None:
+        return {}
+    section = holdout.model_dump(mode="json", by_alias=True, exclude_none=True)
+    fields = {f"evaluation.holdout.{key}": _value(value) for key, value in section.items()}
+    if holdout.share is None:
+        fields["freshness.time"] = _value(config.freshness.time.model_dump(exclude_none=True))
+    return fields
 
 
 def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from doll.config.connections import KafkaConfig, RedisConfig
 from doll.config.data import DataConfig
 from doll.config.fleets import FleetConfig, ProcessesFleetConfig
 from doll.config.freshness import FreshnessConfig
+from doll.config.holdout import HoldoutConfig
 from doll.config.join import JoinConfig
 from doll.config.pipeline import PipelineConfig
 from doll.config.provision import PlanConfig, ProvisionConfig
@@ -103,6 +104,8 @@ class JobConfig(Section):
                 yield f"data.samples_per_record: expected 1 with source.kind: history, got {data.samples_per_record}"
             if self.source.topic.startswith(f"doll.{self.job}."):
                 yield f"source.topic: expected a topic that belongs to somebody else, got {self.source.topic}"
+        if (holdout := self.evaluation.holdout) is not None:
+            yield from self._holdout_problems(holdout, is_json=is_json)
         rates = self.arrivals.rate_per_s
         if isinstance(rates, list) and not data.asks_kafka and len(rates) != (streams := data.num_partitions):
             yield f"arrivals.rate_per_s: expected {streams} rates (data.partitions or data.workers), got {len(rates)}"
@@ -170,6 +173,20 @@ class JobConfig(Section):
         for topic in join.topics:
             if topic.startswith(f"doll.{self.job}."):
                 yield f"data.join: expected topics that belong to somebody else, got {topic}, a topic of this job"
+
+    def _holdout_problems(self, holdout: HoldoutConfig, *, is_json: bool) -> Iterator[str]:
+        """Yield the problems of keys that do not fit held-out records."""
+        topic, join, own = holdout.topic, self.data.join, (self.topic("samples"), f"doll.{self.job}.")
+        if topic is not None and (topic == own[0] or topic.startswith(own[1])):
+            yield f"evaluation.holdout.topic: expected a topic whose records the job does not learn, got {topic}"
+        if topic is not None and self.data.samples_per_record != 1:
+            yield "evaluation.holdout.topic: expected data.samples_per_record: 1"
+        if holdout.by.field is not None and not is_json:
+            yield "evaluation.holdout.by.field: expected records that are JSON objects, one sample each: name a header"
+        if topic is None and self.worker.pipeline is not None:
+            yield "evaluation.holdout: expected topic with worker.pipeline, since no stage has the whole model"
+        if topic is None and join is not None and join.early_after_s is not None and not join.confirm:
+            yield "evaluation.holdout: expected data.join.confirm: true, so that each early sample gets its final label"
 
     def _time_problems(self) -> Iterator[str]:
         """Yield the problems of times that contradict each other."""

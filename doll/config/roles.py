@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, StringConstraints, field_validator
 
+from doll.config.holdout import HoldoutConfig
 from doll.config.pipeline import PipelineConfig
 from doll.config.section import LONGEST_S, Section
 from doll.records.bounded import short
@@ -73,6 +74,8 @@ class EvaluationConfig(Section):
     """maximum size of the held-out set"""
     enabled: bool = True
     """false: `doll up` does not start an evaluator"""
+    holdout: HoldoutConfig | None = None
+    """records that are never learned; default: only those of `Task.holdout`, which are not in the stream"""
 
 
 class WorkerConfig(Section):

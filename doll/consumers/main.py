@@ -36,7 +36,6 @@ from doll.consumers.compute.weights_ahead import DeltaReader
 from doll.consumers.faust_app import DollApp, make_app, run_faust
 from doll.consumers.intake.batching import stream_buffer_records
 from doll.consumers.intake.dead_letters import DeadLetters, Decoder
-from doll.consumers.intake.event_clock import event_clock
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.lifecycle.spot_notices import watch_spot_notices
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
@@ -72,6 +71,8 @@ from doll.storage.contributions import Compressor
 from doll.storage.deltas import Layout
 from doll.storage.stores import open_blobs
 from doll.task.base import Task, load_task
+from doll.task.event_clock import event_clock
+from doll.task.holdout import Split
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -266,7 +267,8 @@ class _WorkerProcess:
         config = self._config
         return ChunkReader(
             config, self._services, config.topic("samples"), (), group=f"doll-{config.job}-w{self._worker}",
-            max_chunk_records=max(1, stream_buffer_records(config) // 2), with_envelopes=self._task.reads_envelopes,
+            max_chunk_records=max(1, stream_buffer_records(config) // 2),
+            with_envelopes=self._task.reads_envelopes or Split.of_job(config) is not None,
             times_of=event_clock(config.freshness.time),
         )  # fmt: skip
 
@@ -345,6 +347,7 @@ class _WorkerProcess:
             contribution=contribution,
             rows=rows,
             shared=SharedSamples(config, task, computer) if is_compared else None,
+            held_out=computer.score,
             scope=scope,
         )
         return ThreadGradientEngine(handler.handle, handler.offer, handler.store_rest, background)

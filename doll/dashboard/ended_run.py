@@ -16,7 +16,7 @@ from doll.errors import ConfigError
 from doll.ledger.dead_letters import saved_dead_records
 from doll.monitor.state.csv_file import rows_if_any
 from doll.monitor.state.folder_logs import DecisionLog, saved_updates
-from doll.monitor.state.history import History
+from doll.monitor.state.history import HeldOutRecords, History
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.progress import DeadLetterCounts, JobSnapshot, WorkerLine
 from doll.monitor.state.watched_job import MAX_EVENTS, MAX_LETTERS, Decisions, Event, PageState
@@ -69,7 +69,7 @@ def _events(report: Mapping[str, Any], history: History) -> Iterator[Event]:
 def _snapshot(config: JobConfig, report: Mapping[str, Any], history: History) -> JobSnapshot:
     evaluation = history.evaluations.last() or {}
     proposition = report.get("proposition_1", {})
-    measures = report.get("measures")
+    measures, held_out = report.get("measures"), report.get("held_out_records")
     names = {field.name for field in fields(WorkerLine)}
     workers = [
         WorkerLine(**{name: value for name, value in line.items() if name in names and value is not None})
@@ -97,4 +97,5 @@ def _snapshot(config: JobConfig, report: Mapping[str, Any], history: History) ->
         updates=history.learned_updates,
         dead=DeadLetterCounts(tuple((item["reason"], item["letters"]) for item in report.get("dead_reasons", []))),
         skipped=tuple((item["reason"], item["samples"]) for item in report.get("skipped", [])),
+        held_out_records=HeldOutRecords(**held_out) if held_out else history.held_out_records(),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ from doll.monitor.state.history import History
 from doll.records.control import AnyRecord
 from doll.storage.blobs import Blobs
 from doll.storage.stores import checkpoint_location
-from doll.task.base import load_task
+from doll.task.base import Task, load_task
+from doll.task.batches import SampleBatch
 
 log = telemetry.get_logger(__name__)
 
@@ -47,6 +49,7 @@ class Evaluator:
         run_folder: folder of the checkpoints, unless `checkpoint.folder` is set, and of the files `updates.csv` and
             `evaluations.csv`.
         after_term: terms up to this one belong to earlier runs, see `History`.
+        samples_of: returns the held-out samples for the task; None: those of `Task.holdout`.
 
     Raises:
         ConfigError: the task cannot be loaded, or its model or held-out set fails.
@@ -60,6 +63,7 @@ class Evaluator:
         run_folder: Path,
         *,
         after_term: int = 0,
+        samples_of: Callable[[Task], SampleBatch] | None = None,
     ) -> None:
         self._config = config
         task = load_task(config)
@@ -68,7 +72,7 @@ class Evaluator:
         self._follower = WeightFollower(config, blobs, run_folder, self._model, average=average, after_term=after_term)
         if config.training.evaluates_average:
             log.info("evaluates_the_average", hint="training.ema.evaluate: false measures the weights")
-        self._held_out = HeldOut(task, config.evaluation.max_samples)
+        self._held_out = HeldOut(task, config.evaluation.max_samples, samples_of and samples_of(task))
         self._run_folder = run_folder
         self._redis_unavailable = self._reported_no_checkpoint = False
         self._last: Place | None = None

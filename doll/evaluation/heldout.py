@@ -12,7 +12,7 @@ from doll.errors import ConfigError
 from doll.metrics.states import MetricState, merged, values_of
 from doll.task import passes
 from doll.task.base import Task
-from doll.task.batches import batch_of
+from doll.task.batches import SampleBatch, batch_of
 from doll.task.forms import NO_GROUP
 
 CHUNK_SAMPLES = 250
@@ -35,13 +35,17 @@ class HeldOut:
     Args:
         task: the user's task.
         max_samples: maximum number of samples from `task.holdout()`.
+        samples: samples that replace those of `task.holdout()`.
 
     Raises:
         ConfigError: `holdout()` fails, or its samples have different shapes.
     """
 
-    def __init__(self, task: Task, max_samples: int) -> None:
+    def __init__(self, task: Task, max_samples: int, samples: SampleBatch | None = None) -> None:
         self._task = task
+        if samples is not None:
+            self._samples = samples
+            return
         try:
             self._samples = batch_of(task, task.holdout(), max_samples)
         except Exception as exc:  # the user's code may raise anything

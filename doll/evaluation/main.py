@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from doll import telemetry
 from doll.config import JobConfig
 from doll.evaluation.evaluator import Evaluation, Evaluator
+from doll.evaluation.holdout_topic import topic_samples
 from doll.kafka.publisher import Publisher
 from doll.kafka.reader import RESUME_GRACE_S, Partition, Tail
 from doll.process import metric_names as names
@@ -55,7 +57,10 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, af
         publisher = Publisher(config, services, acks="all")
         opened.callback(publisher.close, FLUSH_S)
 
-        evaluator = Evaluator(config, blobs, run_folder, after_term=after_term)
+        holdout = config.evaluation.holdout
+        topic = None if holdout is None else holdout.topic
+        samples_of = None if topic is None else partial(topic_samples, config, services, topic)
+        evaluator = Evaluator(config, blobs, run_folder, after_term=after_term, samples_of=samples_of)
         tail = opened.enter_context(Tail(config, services, (config.topic("updates"),)))
         _follow(config, evaluator, tail, publisher, stop, heartbeat)
     return 0
@@ -111,6 +116,8 @@ def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, eval
     error, history = evaluation.error, evaluator.history
     window = history.prequential.windowed()
     prequential = {"loss": window.loss, **window.metrics}
+    held_out = history.held_out_records()
+    of_records = {} if held_out is None else held_out.window_metrics
     values = {
         **error.metrics,
         names.VERSION: float(evaluation.version),
@@ -119,6 +126,7 @@ def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, eval
         "evaluate_s": evaluation.seconds,
         "prequential_loss": history.prequential.running().loss,
         **{f"{names.PREQUENTIAL_WINDOW}{name}": value for name, value in prequential.items()},
+        **{f"{names.HELD_OUT_RECORDS}{name}": value for name, value in of_records.items()},
     }
     reached = dict(values)
     if history.learned_updates >= history.prequential.window:  # few samples may reach any value

@@ -74,6 +74,9 @@ def needed(config: JobConfig, role: Role) -> list[Permission]:
             Permission("transactional-id", f"doll.{config.job}.join.", name, is_prefix=True)
             for name in ("Describe", "Write")
         ]  # fmt: skip
+    holdout = config.evaluation.holdout
+    if role == "evaluator" and holdout is not None and holdout.topic is not None:
+        permissions.append(Permission("topic", holdout.topic, "Read"))
     if history is not None:
         permissions += [Permission("topic", history.topic, name) for name in ("Read", "DescribeConfigs")]
         name = f"doll.{config.job}.history"

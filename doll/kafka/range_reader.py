@@ -88,11 +88,16 @@ class RangeReader:
     def messages(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[Message]:
         """Yield the records in [lo, hi) that the log holds, in order, with their headers."""
         place = Partition(topic, partition)
+        for message in self.client_messages(topic, partition, lo, hi):
+            yield as_message(place, message)
+
+    def client_messages(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[Any]:
+        """Yield the records as `messages`, but as the objects of the client library."""
+        place = Partition(topic, partition)
         left = deque([(lo, hi)] if lo < hi else ())
         while left:
             unreadable_in: dict[int, Any] = {}
-            for message in self._consume(topic, {partition: left}, unreadable_in):
-                yield as_message(place, message)
+            yield from self._consume(topic, {partition: left}, unreadable_in)
             if partition not in unreadable_in:
                 return
             # The search for the end of the batch replaces the assignment.

@@ -1,11 +1,12 @@
-"""The audit of a running or ended job. Every record must be applied once, dead-lettered once, lost or pending.
+"""The audit of a running or ended job. Every record must be applied or dead-lettered once, held out, lost or pending.
 
 The audit reads the records of the job's processes in Kafka and in the checkpoint store; `doll.ledger.balance` counts
 them. It reads the checkpoint first, then the update records, the dead letters and the partition ends. An update is
 recorded before the checkpoint that contains this update is saved. A dead letter is recorded before the update that
 names this dead letter. So each later source contains everything that the earlier sources refer to. A server that saves
 a checkpoint during the audit can still make a correct history look wrong, for instance if it begins again or ends. Then
-the audit reads everything again.
+the audit reads everything again. If the job holds out records of its stream, the audit also reads the samples, and
+decides for each of them again whether it is held out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 from msgspec import structs
@@ -23,17 +25,19 @@ from doll.config import JobConfig
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.samples_topic import deleted_before, replaced_topic
-from doll.ledger.balance import Ledger, LedgerReport, Range
+from doll.ledger.balance import Ledger, LedgerReport, Range, named
 from doll.ledger.lineage import GenerationFilter, Lineage, UpdatesRecord
 from doll.ledger.snapshot_counts import read_counts
 from doll.ledger.valid_updates import DurableModel
 from doll.records.control import DeadLetter, Finished, TermStarted, Update
 from doll.services import Services
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.task.holdout import Split
 
 log = telemetry.get_logger(__name__)
 
 _ATTEMPTS: Final = 3
+_HOLDOUT_RECORDS: Final = 1000  # records whose keys are hashed at once
 _MAX_GAP_RECORDS: Final = 5000  # gaps closer than this are read in one pass, as a seek costs as much
 
 
@@ -70,6 +74,10 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
         present = _present_records(reader, samples, [gap for gap in remaining if gap.lo < gap.hi])
         if present:
             report = ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed, is_whole=is_whole)
+        if (split := Split.of_job(config)) is not None:
+            report = dataclasses.replace(
+                report, problems=(*report.problems, *_holdout_problems(split, reader, samples, report, ledger, lows))
+            )  # fmt: skip
         other = _other_topic(config, services, checkpoint)
         return dataclasses.replace(report, problems=(*report.problems, *reader.problems, *other))
 
@@ -146,6 +154,26 @@ def _durable(
     added = (0,) * (reader.num_partitions(samples) - len(durable.origins))  # their origins and counts
     left_out = durable.left_out + added if durable.left_out else ()
     return structs.replace(durable, applied=durable.applied + added, origins=durable.origins + added, left_out=left_out)
+
+
+def _holdout_problems(
+    split: Split, reader: RangeReader, topic: str, report: LedgerReport, ledger: Ledger, lows: Sequence[int]
+) -> list[str]:
+    """Read the records of the durable model again, as far as the log holds them, and decide again which of them are
+    held out. Return the problems: records that were learned and should not have been, and the other way round."""
+    wrong, known = dict[str, list[Range]](), len(reader.problems)
+    for line, low in zip(report.partitions, lows, strict=True):
+        messages = reader.client_messages(topic, line.partition, max(low, line.origin), line.applied_until)
+        while chunk := list(islice(messages, _HOLDOUT_RECORDS)):
+            offsets = [int(message.offset()) for message in chunk]
+            mask = split.held_out(line.partition, offsets, [message.value() for message in chunk], chunk)
+            for offset, is_held_out in zip(offsets, mask.tolist(), strict=True):
+                state = ledger.offset_state(line.partition, offset)
+                if state in ("applied", "partly") if is_held_out else state == "held out":
+                    what = "learned, but to be held out" if is_held_out else "held out, but to be learned"
+                    wrong.setdefault(what, []).append(Range(line.partition, offset, offset + 1))
+    del reader.problems[known:]  # of batches that cannot be read: their records are dead, or the worker could read them
+    return [f"{what} (evaluation.holdout): {named(ranges)}" for what, ranges in wrong.items()]
 
 
 def _present_records(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]:

@@ -1,7 +1,8 @@
 """The ledger: the proof that each sample is in the durable model exactly once, is not yet applied, or is dead-lettered.
 
 Each offset of each partition must have exactly one state. It is not yet applied, applied in exactly one update of the
-durable model, dead-lettered, lost, or skipped on request by a rollback. The ledger checks this with four sources,
+durable model, held out (`evaluation.holdout`), dead-lettered, lost, or skipped on request by a rollback. The ledger
+checks this with four sources,
 written by different processes: the update records (`doll.ledger.valid_updates` decides which of them count), the dead
 letters, the checkpoint's counts of applied batches, and the partitions' ends.
 
@@ -28,12 +29,14 @@ from doll.records.control import DeadLetter, Member, Update
 
 _NAMED: Final = 8  # maximum number of ranges in a message; the report contains all
 # Counts of a report that are sums over the partitions. Fields with ranges, each with the count that it belongs to.
-_SUMS: Final = ("produced", "applied", "pending", "dead", "gaps", "superseded", "lost", "skipped", "unread")
+_SUMS: Final = (
+    "produced", "applied", "held_out", "pending", "dead", "gaps", "superseded", "lost", "skipped", "unread",
+)  # fmt: skip
 _RANGES: Final = {
     "missing": "missing", "twice": "twice", "gap_ranges": "gaps", "lost_ranges": "lost", "skipped_ranges": "skipped",
     "unread_ranges": "unread",
 }  # fmt: skip
-OffsetState = Literal["pending", "applied", "partly", "dead", "absent", "skipped"]
+OffsetState = Literal["pending", "applied", "held out", "partly", "dead", "absent", "skipped"]
 
 
 class Range(NamedTuple):
@@ -69,6 +72,7 @@ class PartitionCounts:
     lost: int = 0
     skipped: int = 0
     unread: int = 0
+    held_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,7 @@ class LedgerReport:
     # Offsets that the job has not read, because they were deleted before it began or after it had ended.
     unread: int = 0
     unread_ranges: tuple[Range, ...] = ()  # the ranges of these offsets
+    held_out: int = 0  # offsets whose records the model has not learned, as the job file says
 
     @property
     def ok(self) -> bool:
@@ -116,9 +121,10 @@ class LedgerReport:
         lost += f", {self.unread} deleted unread" if self.unread else ""
         skipped = f", {self.skipped} skipped by doll rollback" if self.skipped else ""
         superseded = f", {self.superseded} dead letters superseded" if self.superseded else ""
+        held_out = f", {self.held_out} held out" if self.held_out else ""
         others = f"; {len(self.problems)} other problems" if self.problems else ""
         return (
-            f"audit: {self.produced} offsets produced, {self.applied} applied exactly once, "
+            f"audit: {self.produced} offsets produced, {self.applied} applied exactly once{held_out}, "
             f"{self.pending} not yet applied, {count(self.missing)} missing, {count(self.twice)} twice{lost}, "
             f"{self.dead} dead-lettered{superseded}{skipped}{gaps}{others}"
         )
@@ -182,6 +188,7 @@ class PartitionAccount:
         self._dead = array("q")
         self._gaps: list[Span] = []
         self._lost: list[Span] = []
+        self._held_out = array("q")
         self._partly: list[Span] = []  # batches with partly refused records
         self._whole_letters = array("q")
         self._part_letters = array("q")
@@ -199,11 +206,13 @@ class PartitionAccount:
             )
         elif member.cut != (bounds.cuts.left_out_by(member.batch) > 0):
             problems.append(f"{name}: batch {member.batch} of partition {self.partition} is cut, or full, not both")
-        inside = [*((offset, offset + 1) for offset in member.dead), *member.gaps, *member.lost]
+        points = (*member.dead, *member.held_out)
+        inside = [*((offset, offset + 1) for offset in points), *member.gaps, *member.lost]
         if any(not member.lo <= a < b <= member.hi for a, b in inside):
             problems.append(f"{name}: batch {member.batch} of partition {self.partition} names offsets outside itself")
         _append(self._spans, member.lo, member.hi)
         self._dead.extend(member.dead)
+        self._held_out.extend(member.held_out)
         for gap in member.gaps:
             _append(self._gaps, *gap)
         for gap in member.lost:
@@ -221,7 +230,8 @@ class PartitionAccount:
         self._dead_spans, self._gap_spans = offset_ranges.points(self._dead), offset_ranges.union(self._gaps)
         self._lost_spans = offset_ranges.union(self._lost)
         self._partly_spans = offset_ranges.union(self._partly)
-        self._dead, self._gaps, self._lost, self._spans = array("q"), [], [], []
+        self._held_out_spans = offset_ranges.points(self._held_out)
+        self._dead, self._held_out, self._gaps, self._lost, self._spans = array("q"), array("q"), [], [], []
 
     def add_dead_letter(self, letter: DeadLetter) -> None:
         (self._whole_letters if letter.whole else self._part_letters).append(letter.offset)
@@ -235,13 +245,15 @@ class PartitionAccount:
             return "dead"
         if offset_ranges.contains(self._gap_spans, offset) or offset_ranges.contains(self._lost_spans, offset):
             return "absent"
+        if offset_ranges.contains(self._held_out_spans, offset):
+            return "held out"
         return "partly" if offset_ranges.contains(self._partly_spans, offset) else "applied"
 
     def evaluate(
         self, low: int | None, end: int, present: Iterable[Span], finished: bool, problems: list[str], first: int
     ) -> PartitionResult:
-        """Assign each offset below the end of the durable model to one of missing, twice, gap, lost, dead and applied.
-        Assign each later offset to lost (no longer in the log) or pending.
+        """Assign each offset below the end of the durable model to one of missing, twice, gap, lost, dead, held out and
+        applied. Assign each later offset to lost (no longer in the log) or pending.
 
         Args:
             low: the first offset that the log still holds. None: unknown.
@@ -271,7 +283,7 @@ class PartitionAccount:
         low, known = (self.origin, False) if low is None else (low, True)
         prefix = offset_ranges.subtract(_span(self.origin, self.until), self._skipped)
         covered, doubled = self._covered, self._doubled
-        dead, gaps, lost = self._dead_spans, self._gap_spans, self._lost_spans
+        dead, gaps, lost, held_out = self._dead_spans, self._gap_spans, self._lost_spans, self._held_out_spans
         letters, present = offset_ranges.points(self._whole_letters), offset_ranges.union(present)
         unlettered, filled = offset_ranges.subtract(dead, letters), offset_ranges.intersect(gaps, present)
         applied_letters = offset_ranges.intersect(letters, offset_ranges.intersect(prefix, covered))
@@ -284,6 +296,10 @@ class PartitionAccount:
             (strays, "dead-lettered, but outside the job's part of the log"),
             (offset_ranges.intersect(offset_ranges.union([*gaps, *lost]), dead), "both dead and without a record"),
             (
+                offset_ranges.intersect(offset_ranges.union([*gaps, *lost, *dead]), held_out),
+                "both held out and dead or without a record",
+            ),
+            (
                 offset_ranges.intersect(lost, _span(low, end)) if known else [],
                 "deleted by their update, but still in the log",
             ),
@@ -294,10 +310,10 @@ class PartitionAccount:
         rest = prefix
         parts = []
         absent = offset_ranges.union([*offset_ranges.subtract(prefix, covered), *unlettered, *filled])
-        for kind in (absent, doubled, lost, gaps, dead):
+        for kind in (absent, doubled, lost, gaps, dead, held_out):
             parts.append(offset_ranges.intersect(rest, kind))
             rest = offset_ranges.subtract(rest, kind)
-        missing, twice, lost, empty, dead = parts
+        missing, twice, lost, empty, dead, held_out = parts
         # Not in the durable model, and not in the log any more.
         behind = _span(self.until, min(low, end))
         unread = offset_ranges.union([*_span(first, self.origin), *(behind if finished else [])])
@@ -314,6 +330,7 @@ class PartitionAccount:
             applied=offset_ranges.size(rest),
             pending=max(end - self.until, 0) - offset_ranges.size(behind),
             dead=offset_ranges.size(dead),
+            held_out=offset_ranges.size(held_out),
             superseded=offset_ranges.size(superseded),
             **{name: offset_ranges.size(at) for name, at in places.items()},
         )
@@ -451,8 +468,8 @@ class Ledger:
 
         Returns:
             "pending": not yet applied; "applied"; "partly": applied, in a batch with refused samples inside packed
-            records; "dead": refused in the update that counts; "absent": the log held no record when the batch was
-            read; "skipped": a rollback has left it out.
+            records; "held out": not learned; "dead": refused in the update that counts; "absent": the log held no
+            record when the batch was read; "skipped": a rollback has left it out.
         """
         return self._accounts[partition].offset_state(offset) if 0 <= partition < len(self._accounts) else "pending"
 

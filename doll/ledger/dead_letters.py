@@ -59,7 +59,7 @@ class DeadRecord:
                 return "pending"
             case "dead" | "absent" | "skipped":
                 return "replayed" if self.replayed_as else "dead"
-            case "partly" if not self.letter.whole:
+            case "partly" | "held out" if not self.letter.whole:
                 return "in part"
         return "superseded"
 

@@ -16,7 +16,8 @@ VERSION: Final = "version"
 LOSS: Final = "loss"  # held-out loss
 OF_EVALUATIONS: Final = frozenset({TERM, VERSION, LOSS, "evaluate_s", "prequential_loss"})
 PREQUENTIAL_WINDOW: Final = "prequential_window_"
-"""The values of a version that the evaluator sends in addition to the task's own metrics, and the prefix of further
+HELD_OUT_RECORDS: Final = "held_out_records_"
+"""The values of a version that the evaluator sends in addition to the task's own metrics, and the prefixes of further
 ones."""
 DELIVERED_TOTAL: Final = "delivered_total"  # samples of the producer that Kafka has acknowledged
 RATE_PER_S: Final = "rate_per_s"  # samples per second that the producer sends

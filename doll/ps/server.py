@@ -53,6 +53,7 @@ from doll.records.control import (
     Finished,
     GetRows,
     Grant,
+    HeldOutScore,
     Hello,
     Member,
     Nack,
@@ -608,6 +609,7 @@ def _update_record(
     if num_refused:
         counters["refused_metric_states"] += num_refused
     weight = sum(batch.total_weight for batch in batches)
+    held_out = held_out_score([batch.held_out_score for batch in batches if batch.held_out_score is not None], counters)
     return Update(
         term=term,
         version=update.version,
@@ -623,7 +625,22 @@ def _update_record(
         time_s=time.time(),
         settled=update.settled,
         events=update.events,
+        held_out_score=held_out,
     )
+
+
+def held_out_score(scores: Sequence[HeldOutScore], counters: Counter[str]) -> HeldOutScore | None:
+    """Return the score of the samples of all `scores`; None if there are none."""
+    if not scores:
+        return None
+    weight = sum(score.weight for score in scores)
+    means, num_refused = combined([(score.metric_sums, score.weight) for score in scores])
+    counters.update({"refused_metric_states": num_refused} if num_refused else {})
+    return HeldOutScore(
+        n_samples=sum(score.n_samples for score in scores), weight=weight,
+        loss_sum=sum(score.loss_sum for score in scores),
+        metric_sums={name: mean if isinstance(mean, bytes) else mean * weight for name, mean in means.items()},
+    )  # fmt: skip
 
 
 def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
@@ -636,5 +653,5 @@ def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
         store_s=push.store_s / size, wait_s=pushed.wait_s, grant_to_push_s=item.received_at_s - batch.granted_at_s,
         market=push.market, held_back=push.holds_back, set_grant_id=item.grant_id,
         batches=batch.count, cut=batch.cut, loss_sum=pushed.loss_sum, weight=pushed.weight,
-        shared_loss=pushed.shared_loss, times=pushed.times,
+        shared_loss=pushed.shared_loss, times=pushed.times, held_out=pushed.held_out,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -101,7 +101,8 @@ class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # Mean loss of the worker's weights on the samples that all workers evaluate. The short name keeps updates small.
     shared_loss: float | None = msgspec.field(default=None, name="sl")
     times: EventTimes | None = msgspec.field(default=None, name="t")  # of its learned records; None: not known
-    packed: tuple[bytes, ...] = ()  # `dead`, `gaps`, `lost` as bits: only in encoded records, and only if shorter
+    held_out: tuple[int, ...] = ()  # offsets of records that are not learned (`evaluation.holdout`), without the dead
+    packed: tuple[bytes, ...] = ()  # `dead`, `gaps`, `lost`, `held_out` as bits: only when encoded, and if shorter
 
     @property
     def total_weight(self) -> float:
@@ -111,6 +112,15 @@ class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def known_times(self) -> EventTimes:
         """The event times; without times if a worker of an earlier release has sent the batch."""
         return self.times or EventTimes(bad=self.n_samples)
+
+
+class HeldOutScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The loss and the metrics of samples that are held out of the stream, in the model's evaluation mode."""
+
+    n_samples: int
+    weight: float  # sum of the weights of the samples
+    loss_sum: float  # sum over the samples of loss times weight; `metric_sums` likewise
+    metric_sums: Mapping[str, float | bytes] = {}  # bytes: a state (`doll.metrics.states`)
 
 
 class PushedBatch(BatchOutcome, frozen=True, kw_only=True):
@@ -124,6 +134,7 @@ class PushedBatch(BatchOutcome, frozen=True, kw_only=True):
     dead_reasons: tuple[tuple[str, int], ...] = ()  # (reason, dead letters) of this batch
     skipped: tuple[tuple[str, int], ...] = ()  # (reason, samples) of the samples that the task has left out
     leader_epoch: int = -1  # highest leader epoch (Kafka) in the log up to the batch's end; -1: unknown
+    held_out_score: HeldOutScore | None = None  # of the samples of `held_out`, by the weights that the gradient used
 
 
 class Push(WorkerRecord, frozen=True, omit_defaults=True):
@@ -410,6 +421,7 @@ class Update(ControlRecord, frozen=True):
     time_s: float = 0.0
     settled: tuple[tuple[int, int], ...] = ()  # (partition, until): batches below `until` are complete
     events: EventSpan = NO_EVENTS  # the event times of all records in the version
+    held_out_score: HeldOutScore | None = None  # of the samples of all `held_out`; None: there are none
 
     @property
     def total_weight(self) -> float:
@@ -617,6 +629,8 @@ AnyRecord = (
 )  # fmt: skip
 
 _Batch = TypeVar("_Batch", bound=BatchOutcome)
+_OFFSETS: Final = ("dead", "held_out")
+_PACKED: Final = ("dead", "gaps", "lost", "held_out")
 _FEW: Final = 16  # this many offsets and ranges, or fewer, are not packed
 _MAX_BITS: Final = 10_000_000  # maximum for one batch, as for `data.batch_size`
 _BASE_BYTES: Final = 8
@@ -657,7 +671,7 @@ def offsets_of(ranges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def _names_many(item: BatchOutcome) -> bool:
-    return len(item.dead) + len(item.gaps) + len(item.lost) > _FEW
+    return len(item.dead) + len(item.gaps) + len(item.lost) + len(item.held_out) > _FEW
 
 
 def _packed(item: _Batch) -> _Batch:
@@ -665,12 +679,11 @@ def _packed(item: _Batch) -> _Batch:
     Kafka, even if most records of its batches are refused."""
     if not _names_many(item):
         return item
-    names: list[tuple[tuple[int, int], ...]] = [tuple((at, at + 1) for at in item.dead), item.gaps, item.lost]
-    packed = tuple(_bits_if_shorter(ranges, 5 if at == 0 else 11) for at, ranges in enumerate(names))
-    if not any(packed):
-        return item
-    dead, gaps, lost = (() if bits else kept for bits, kept in zip(packed, (item.dead, *names[1:]), strict=True))
-    return msgspec.structs.replace(item, dead=dead, gaps=gaps, lost=lost, packed=packed)
+    offsets = {name: tuple((at, at + 1) for at in getattr(item, name)) for name in _OFFSETS}
+    ranges = offsets | {"gaps": item.gaps, "lost": item.lost}
+    packed = tuple(_bits_if_shorter(ranges[name], 5 if name in _OFFSETS else 11) for name in _PACKED)
+    kept: dict[str, Any] = {name: () for name, bits in zip(_PACKED, packed, strict=True) if bits}
+    return msgspec.structs.replace(item, packed=packed, **kept) if kept else item
 
 
 def _bits_if_shorter(ranges: Sequence[tuple[int, int]], bytes_each: int) -> bytes:
@@ -686,12 +699,11 @@ def _bits_if_shorter(ranges: Sequence[tuple[int, int]], bytes_each: int) -> byte
 def _unpacked(item: _Batch) -> _Batch:
     if not item.packed:
         return item
-    if len(item.packed) != 3:
-        raise RecordError(f"offsets as bits: expected those of dead, gaps and lost, got {len(item.packed)}")
-    dead, gaps, lost = (ranges_of(bits) if bits else () for bits in item.packed)
-    return msgspec.structs.replace(
-        item, dead=offsets_of(dead) or item.dead, gaps=gaps or item.gaps, lost=lost or item.lost, packed=()
-    )
+    if len(item.packed) not in (3, 4):  # 3: from a release without held-out records
+        raise RecordError(f"offsets as bits: expected those of {', '.join(_PACKED)}, got {len(item.packed)}")
+    ranges = {name: ranges_of(bits) for name, bits in zip(_PACKED, item.packed, strict=False) if bits}
+    named: dict[str, Any] = {name: offsets_of(at) if name in _OFFSETS else at for name, at in ranges.items()}
+    return msgspec.structs.replace(item, packed=(), **named)
 
 
 _encoder = msgspec.msgpack.Encoder()

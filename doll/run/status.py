@@ -84,6 +84,8 @@ class JobStatus:
             lines.append(f"{dead}; see doll dead list")
         if skipped := skipped_text(snapshot.skipped):
             lines.append(skipped)
+        if snapshot.held_out_records is not None:
+            lines.append(snapshot.held_out_records.text())
         if snapshot.lost:
             lost = named(snapshot.lost)
             lines.append(f"lost: {lost}: deleted from the log before they were learned (see data.on_data_loss)")

@@ -447,10 +447,18 @@ class World(worlds.World[Process]):
             for raw in done:
                 offsets = tuple(raw.offsets)
                 times = self.times_of(process.worker, offsets)
-                batch = Batch(raw.number, offsets, len(offsets), self.now, partition=process.worker, times=times)
+                held_out = self.held_out_of(process.worker, offsets)
+                batch = Batch(
+                    raw.number, offsets, len(offsets) - len(held_out), self.now, partition=process.worker, times=times,
+                    held_out=held_out,
+                )  # fmt: skip
                 self.do(process, core.batch_ready(batch))
             if done:
                 return
+
+    def held_out_of(self, partition: int, offsets: Sequence[int]) -> tuple[int, ...]:
+        """Those of a batch's records that the job does not learn."""
+        return ()
 
     def times_of(self, partition: int, offsets: Sequence[int]) -> EventTimes | None:
         """The event times of these records."""

@@ -15,11 +15,11 @@ import torch
 
 from doll.consumers.compute.weights_ahead import DeltaReader, WeightsAhead
 from doll.consumers.protocol.grants import grant_id_of
-from doll.errors import BlobError, IllegalEventError, TaskError
+from doll.errors import BlobError, IllegalEventError, ServiceUnavailableError, TaskError
 from doll.model.flat_model import FlatModel
 from doll.model.random_numbers import draw_from
 from doll.optim.optimizer import length
-from doll.records.control import Grant, NewVersion
+from doll.records.control import Grant, HeldOutScore, NewVersion
 from doll.storage.blobs import Blobs, decode_blob
 from doll.tables.embedding_tables import norm as norm_of_rows
 from doll.tables.rows import Rows, add_in_order
@@ -209,6 +209,30 @@ class GradientComputer:
         finally:
             self._undo_pass(buffers)
 
+    def score(self, samples: SampleBatch, seed: int) -> HeldOutScore | None:
+        """Return loss and metrics of samples in evaluation mode; None, after a warning, if the model fails on one of
+        them or a number is not finite. Raise TaskError, or BlobError or ServiceUnavailableError for rows of tables."""
+        self._catch_up()
+        buffers = self._model.flat.detach()[self._model.num_parameters :].clone()
+        self.seed, problem = seed, "the loss or a metric is not finite"
+        try:
+            with torch.no_grad():
+                output, loss, inputs = self._forward(samples, buffers, use_running_stats=True, evaluates=True)
+                metrics = passes.metric_sums(self._task, output, inputs)
+            numbers = [loss.value, *(value for value in metrics.values() if not isinstance(value, bytes))]
+            if all(map(math.isfinite, numbers)):
+                return HeldOutScore(
+                    n_samples=inputs.num_samples, weight=inputs.total_weight, loss_sum=loss.value, metric_sums=metrics
+                )
+        except (MemoryError, OSError, TaskError, BlobError, ServiceUnavailableError):
+            raise
+        except Exception as exc:  # the user's code may raise anything
+            problem = f"{type(exc).__name__}: {exc}"[:500]
+        finally:
+            self._undo_pass(buffers)
+        log.warning("held_out_records_not_scored", samples=samples.num_samples, reason=problem)
+        return None
+
     def _undo_pass(self, buffers: torch.Tensor) -> None:
         """Restore the buffers to their values before a forward pass, and forget the rows that the pass used."""
         self._model.restore_buffers()
@@ -262,12 +286,12 @@ class GradientComputer:
             self.weights[floats] = before
 
     def _forward(
-        self, batch: SampleBatch, buffers: torch.Tensor, *, use_running_stats: bool
+        self, batch: SampleBatch, buffers: torch.Tensor, *, use_running_stats: bool, evaluates: bool = False
     ) -> tuple[Any, passes.Loss, passes.Inputs]:  # fmt: skip
         """Return the output, the loss and the task's inputs. `buffers` is a copy of the buffers before the pass."""
         if self.seed is not None:
             draw_from(self.seed, self._model.device)
-        module = self._model.module.train()
+        module = self._model.module.train(not evaluates)
         if use_running_stats:
             for part in module.modules():
                 if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):

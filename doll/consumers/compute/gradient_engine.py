@@ -22,10 +22,11 @@ from doll.errors import BlobError
 from doll.model.random_numbers import seed_of
 from doll.optim.optimizer import Contribution
 from doll.process.fault_points import fault_point
-from doll.records.control import Grant, NewVersion
+from doll.records.control import Grant, HeldOutScore, NewVersion
 from doll.storage.blobs import Blobs, gradient_key
 from doll.storage.contributions import Compressor
 from doll.tables.rows import Rows
+from doll.task.batches import SampleBatch
 from doll.task.trees import Array, Tree
 from doll.telemetry import get_logger
 
@@ -39,6 +40,8 @@ log = get_logger(__name__)
 
 # (batch, grant id) -> whether a set may continue with this batch. Called between two batches, in the engine's thread.
 GoesOn: TypeAlias = Callable[[int, int], bool]
+# (samples that are not learned, seed) -> their score by the weights in the replica; None: they cannot be scored.
+Scorer: TypeAlias = Callable[[SampleBatch, int], HeldOutScore | None]
 Handle: TypeAlias = Callable[[Grant, Sequence[Batch], GoesOn], GradientDone | None]
 
 
@@ -211,10 +214,12 @@ class GrantHandler:
         contribution: SetContribution,
         rows: WorkerTables | None = None,
         shared: SharedSamples | None = None,
+        held_out: Scorer | None = None,
         scope: str = "",
     ) -> None:
-        """Create the handler. `shared`: None: the replica is not evaluated. `scope`: as in
-        `doll.storage.blobs.scope_of`; default: the job's name, for a run without id."""
+        """Create the handler. `shared`: None: the replica is not evaluated. `held_out`: scores samples that are not
+        learned; None: they have no score. `scope`: as in `doll.storage.blobs.scope_of`; default: the job's name, for a
+        run without id."""
         self._scope = scope or config.job
         self._seed = config.seed
         self._ttl_s = config.blobs.ttl_s
@@ -226,6 +231,7 @@ class GrantHandler:
         self._contribution = contribution
         self._rows = rows
         self._shared = shared
+        self._held_out = held_out
         self._limit_s = config.worker.set_limit_s
         self._batches_per_push = config.training.policy.batches_per_push
         self._last = (0, 0, 0)  # term, grant id and version of the last computed batch
@@ -264,7 +270,7 @@ class GrantHandler:
                     break
                 if self._batches_per_push > 1 and batch.number % self._batches_per_push == 0:
                     break  # the batch belongs to another push
-            if batch.num_samples == 0:
+            if batch.num_samples == 0 and not batch.held_out:
                 self._contribution.skip(batch.number)
                 computed.append(usable_samples(batch))
                 continue
@@ -335,7 +341,11 @@ class GrantHandler:
         """Compute one batch of the set. Return None if the sum cannot include the batch; it then begins another set."""
         shared_loss = None if self._shared is None else self._shared.loss(version)
         begun_s = time.perf_counter()
-        gradient, bad = self._guard.compute(*batch.data.samples, seed=batch_seed(self._seed, batch))
+        score = self._score(batch) if batch.held_out else None
+        gradient: Gradient | None = None
+        bad: Mapping[int, str] = {}
+        if batch.num_samples:
+            gradient, bad = self._guard.compute(*batch.data.samples, seed=batch_seed(self._seed, batch))
         if gradient is None or not gradient.weight:
             self._contribution.skip(batch.number)
         elif not self._contribution.add(gradient, batch=batch.number):
@@ -343,10 +353,17 @@ class GrantHandler:
         left = self._dead_letters.refuse_samples(batch, bad) if bad else usable_samples(batch)
         compute_s = time.perf_counter() - begun_s
         computed = replace(
-            left, compute_s=compute_s, version=version, usual=self._guard.usual, shared_loss=shared_loss
+            left, compute_s=compute_s, version=version, usual=self._guard.usual, shared_loss=shared_loss,
+            held_out_score=score,
         )  # fmt: skip
         if gradient is None:
             return computed
         return replace(
             computed, loss_sum=gradient.loss_sum, metric_sums=gradient.metric_sums, weight=gradient.weight
         )  # fmt: skip
+
+    def _score(self, batch: Batch) -> HeldOutScore | None:
+        samples = batch.data.held_out_samples
+        if samples is None or self._held_out is None:
+            return None
+        return self._held_out(samples, seed_of(self._seed, batch.partition, batch.held_out[0]))

@@ -18,6 +18,7 @@ from doll.records.bounded import short
 from doll.records.control import DeadLetter
 from doll.records.refusals import MAX_REASON_CHARS, ReasonCounts, UnreadValue
 from doll.task.base import Task
+from doll.task.holdout import Split
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -40,7 +41,7 @@ def reasons_of(refused: Iterable[RefusedSamples]) -> tuple[tuple[str, int], ...]
 
 class DeadLetters:
     """The decoder of one worker's batches. It writes dead letters for refused samples, also for samples that are
-    refused during the computation of the gradient.
+    refused during the computation of the gradient. It sets records apart that are held out (`evaluation.holdout`).
 
     Two threads may call `decode` and `refuse_samples` at the same time. Each call may raise ServiceUnavailableError if
     Kafka does not take a dead letter.
@@ -53,6 +54,7 @@ class DeadLetters:
         self._data = config.data
         self._task = task
         self._seen = SeenForms(task)
+        self._split = Split.of_job(config)
         self._channel = channel
         self._topic = config.topic("samples")
         self._worker = worker
@@ -60,8 +62,9 @@ class DeadLetters:
 
     def decode(self, records: RawRecords) -> DecodedBatch:
         data = self._data
+        needed = records if self._task.reads_envelopes else records._replace(envelopes=())
         decoded = decode_records(
-            self._task, records, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes,
+            self._task, needed, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes,
             skip_tombstones=data.tombstones == "skip", seen=self._seen,
         )  # fmt: skip
         if decoded.refused:
@@ -70,7 +73,7 @@ class DeadLetters:
                 records.partition, decoded.refused, {offset: value for offset, value in values if value is not None}
             )
             fault_point("worker.after_dead_letter")
-        return decoded
+        return decoded if self._split is None else decoded.without_held_out(records, self._split)
 
     def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> ComputedBatch:
         """Write dead letters for some samples of the batch: `bad` contains the reason for each of their positions.

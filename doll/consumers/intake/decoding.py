@@ -26,6 +26,7 @@ from doll.task import trees
 from doll.task.base import Sample, Task
 from doll.task.batches import Forms, SampleBatch, SampleRow, batch_of_rows, fitted, joined
 from doll.task.forms import Form, as_integers, beyond
+from doll.task.holdout import Split
 from doll.task.records import Envelope, record_of
 from doll.task.trees import Tree
 
@@ -66,7 +67,8 @@ class DecodedBatch:
     """The usable samples of a batch, in stream order. x, y, weight and group are as in `doll.task.batches.SampleBatch`.
 
     `offsets`, int64, shape (n,): the offset of each sample's record. `skipped`: (reason, number) of samples that the
-    task has left out.
+    task has left out. `held_out`: offsets of records that are not learned, whose samples are not among these but in
+    `held_out_samples`, as far as they are scored.
     """
 
     x: Tree
@@ -76,6 +78,8 @@ class DecodedBatch:
     skipped: tuple[tuple[str, int], ...] = ()
     weight: npt.NDArray[np.float32] | None = None
     group: npt.NDArray[np.int64] | None = None
+    held_out: tuple[int, ...] = ()
+    held_out_samples: SampleBatch | None = None
 
     @property
     def num_samples(self) -> int:
@@ -84,6 +88,23 @@ class DecodedBatch:
     @property
     def samples(self) -> SampleBatch:
         return SampleBatch(self.x, self.y, self.weight, self.group)
+
+    def without_held_out(self, records: RawRecords, split: Split) -> DecodedBatch:
+        """Return the batch whose held-out records are apart. `records` are those of this batch, with envelopes."""
+        mask = split.held_out(records.partition, records.offsets, records.values, records.envelopes)
+        if not mask.any():
+            return self
+        dead = {item.offset for item in self.refused if item.whole}
+        held_out = [at for at in np.flatnonzero(mask).tolist() if records.offsets[at] not in dead]
+        offsets = [records.offsets[at] for at in held_out]
+        final = [records.offsets[at] for at in held_out if split.has_final_label(records.values[at])]
+        learned = np.flatnonzero(~np.isin(self.offsets, offsets)).tolist()
+        scored = np.flatnonzero(np.isin(self.offsets, final)).tolist()
+        x, y, weight, group = self.samples.take(learned)
+        samples = self.samples.take(scored) if scored else None
+        return DecodedBatch(
+            x, y, self.offsets[learned], self.refused, self.skipped, weight, group, tuple(offsets), samples
+        )
 
 
 class SeenForms:

@@ -354,14 +354,15 @@ def _batch(raw: RawBatch[Any], decoded: DecodedBatch, max_ahead_ms: int) -> Batc
         dead=tuple(item.offset for item in decoded.refused if item.whole), gaps=tuple(raw.gaps), lost=tuple(raw.lost),
         dead_samples=sum(item.samples for item in decoded.refused if not item.whole), leader_epoch=raw.leader_epoch,
         partition=raw.partition, skipped=decoded.skipped, times=_event_times(raw, decoded, max_ahead_ms),
+        held_out=decoded.held_out,
     )  # fmt: skip
 
 
 def _event_times(raw: RawBatch[Any], decoded: DecodedBatch, max_ahead_ms: int) -> EventTimes | None:
-    """Return the event times of the records with a usable sample."""
+    """Return the event times of the records with a sample to learn."""
     if not raw.times_ms:
         return None
     times_ms = np.array(raw.times_ms, np.int64)
-    if decoded.refused or decoded.skipped:
+    if decoded.refused or decoded.skipped or decoded.held_out:
         times_ms = times_ms[np.isin(np.array(raw.offsets), decoded.offsets)]
     return event_times_of(times_ms, round(1000 * time.time()), max_ahead_ms)

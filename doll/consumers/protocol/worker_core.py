@@ -32,6 +32,7 @@ from doll.records.control import (
     Fence,
     Flush,
     Grant,
+    HeldOutScore,
     Hello,
     Join,
     Leave,
@@ -74,7 +75,8 @@ class Batch:
     skipped: tuple[tuple[str, int], ...] = ()  # samples that the task leaves out, by reason
     leader_epoch: int = -1  # see `doll.consumers.intake.batching.RawBatch`
     partition: int = 0
-    times: EventTimes | None = None  # event times of its records; None: not known
+    times: EventTimes | None = None  # event times of its learned records; None: not known
+    held_out: tuple[int, ...] = ()  # offsets of records that are not learned
     number_in_partition: int = -1
     order: int = field(default=0, compare=False)
 
@@ -103,6 +105,7 @@ class ComputedBatch:
     weight: float | None = None  # sum of the samples' weights; None: each is 1
     usual: tuple[float, ...] = ()  # as in an Alive
     shared_loss: float | None = None  # see `BatchOutcome`
+    held_out_score: HeldOutScore | None = None  # see `PushedBatch`
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,6 +542,7 @@ class WorkerCore:
                 wait_s=max(0.0, begun_at_s - batch.complete_at_s),
                 version=item.version if done.is_kept or item.version != done.version else -1,
                 leader_epoch=batch.leader_epoch, skipped=batch.skipped, shared_loss=item.shared_loss, times=batch.times,
+                held_out=batch.held_out, held_out_score=item.held_out_score,
             )
             for batch, number, item in zip(batches, grant.grant_ids, done.batches, strict=False)
         )  # fmt: skip

@@ -10,20 +10,23 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
+from doll.metrics.states import ERROR_BOUND, STDERR
 from doll.monitor.state.metric_window import split_metrics, update_values
-from doll.monitor.state.prequential import LossTrend, Prequential
+from doll.monitor.state.prequential import LossTrend, Means, Prequential
 from doll.records.control import AnyRecord, Finished, Member, TermStarted, Update
 
 UPDATE_COLUMNS = (
     "time_s", "term", "version", "n_samples", "samples_total", "batches", "prequential_loss",
     "apply_s", "grant_to_update_s", "mean_compute_s", "mean_service_s", "weight", "records",
 )  # fmt: skip
+HELD_OUT_WINDOW: Final = 500  # updates with such samples: each of them may have only a few
 EVALUATION_COLUMNS = ("time_s", "term", "version", "loss", "accuracy")
 
 
@@ -98,6 +101,30 @@ class MetricTable:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class HeldOutRecords:
+    """The records that a job has held out of its stream. Each sample is measured once, by the weights of the moment.
+
+    Attributes:
+        samples: number of samples that were measured: a record may have several, or none.
+        metrics: loss and metrics of these samples, as far as they are known.
+        window_samples, window_metrics: the same for the last `HELD_OUT_WINDOW` updates with such samples.
+    """
+
+    records: int
+    samples: int
+    metrics: dict[str, float]
+    window_samples: int
+    window_metrics: dict[str, float]
+
+    def text(self) -> str:
+        """Return the newest loss and metrics in one line."""
+        values = (item for item in self.window_metrics.items() if not item[0].endswith((STDERR, ERROR_BOUND)))
+        named = ", ".join(f"{name} {value:.4g}" for name, value in values)
+        measured = f": {named} over the last {self.window_samples:,} samples" if named else ""
+        return f"{self.records:,} records held out{measured}"
+
+
 class LearnedSpan(NamedTuple):
     """A part of a run: number of updates with samples, number of samples, and seconds of learning."""
 
@@ -119,6 +146,7 @@ class History:
         self.updates = MetricTable(UPDATE_COLUMNS)
         self.evaluations = MetricTable(EVALUATION_COLUMNS)
         self.prequential = Prequential()
+        self.held_out = Prequential(HELD_OUT_WINDOW)
         self.loss_trend = LossTrend()
         self.term = 0
         self.run_id = ""
@@ -202,7 +230,7 @@ class History:
         """Begin a new generation; return whether rows were deleted."""
         self.loss_trend = LossTrend()
         dropped = [table.drop_below(self.generation) for table in (self.updates, self.evaluations)]
-        self.prequential = Prequential()
+        self.prequential, self.held_out = Prequential(), Prequential(HELD_OUT_WINDOW)
         self.term = self.restarts = self.version = self.samples_total = self._kept_version = 0
         self._left.clear()
         self.finished = None
@@ -219,6 +247,7 @@ class History:
         voided = self.updates.void_above(kept, record.term)
         voided += self.evaluations.void_above(kept, record.term)
         self.prequential.rollback(kept)
+        self.held_out.rollback(kept)
         if record.rolled_back_to >= 0:
             self._left = [(lo, hi) for lo, hi in self._left if hi <= kept] + [(kept, record.resumed_version)]
         self.version = record.resumed_version
@@ -248,10 +277,30 @@ class History:
             # Another name, because the metric over several updates is not the mean of these.
             **{f"update_{name}": value for name, value in update_values(states).items()},
         }
+        if (score := record.held_out_score) is not None and score.weight > 0 and math.isfinite(score.loss_sum):
+            sums, score_states = split_metrics(score.metric_sums)
+            means = {name: value / score.weight for name, value in {**sums, "loss": score.loss_sum}.items()}
+            row |= {f"held_out_{name}": value for name, value in means.items()} | {"held_out_samples": score.n_samples}
+            if not void:
+                loss = means.pop("loss")
+                self.held_out.add(record.version, score.n_samples, loss, means, score.weight, score_states)
+        if held_out := sum(len(member.held_out) for member in record.members):
+            row["held_out_records"] = held_out
         grown = self.updates.append(row, void=void)
         if not void:
             self._counts(row, states)
         return grown
+
+    def held_out_records(self) -> HeldOutRecords | None:
+        """Return the records that were held out of the stream; None: there were none."""
+        if "held_out_records" not in self.updates.names:
+            return None
+        running, window = self.held_out.running(), self.held_out.windowed()
+        return HeldOutRecords(
+            records=int(np.nansum(self.updates.valid("held_out_records"))),
+            samples=running.samples, metrics=_finite(running),
+            window_samples=window.samples, window_metrics=_finite(window),
+        )  # fmt: skip
 
     @property
     def learned_updates(self) -> int:
@@ -282,6 +331,11 @@ class History:
 def mean(values: Sequence[float]) -> float:
     """Return the arithmetic mean; NaN if there are no values."""
     return math.fsum(values) / len(values) if values else math.nan
+
+
+def _finite(means: Means) -> dict[str, float]:
+    """Return the loss and the metrics that are known."""
+    return {name: value for name, value in {"loss": means.loss, **means.metrics}.items() if math.isfinite(value)}
 
 
 def _records(member: Member) -> int:

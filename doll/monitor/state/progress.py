@@ -14,7 +14,7 @@ from doll.ledger import offset_ranges
 from doll.ledger.balance import Range, named
 from doll.ledger.offset_ranges import Span
 from doll.monitor.state.freshness import FreshnessProgress, StageFreshness
-from doll.monitor.state.history import History
+from doll.monitor.state.history import HeldOutRecords, History
 from doll.monitor.state.join_progress import JoinCounts, JoinProgress
 from doll.monitor.state.limit_text import divergence_text, limit_text
 from doll.monitor.state.policy_summary import PolicySummary
@@ -165,6 +165,7 @@ class JobSnapshot:
     tables: tuple[TableStatus, ...] = ()  # only bounded tables
     join: JoinCounts | None = None  # None: the job has no data.join
     freshness: tuple[StageFreshness, ...] = ()  # of the stages that any record has reached
+    held_out_records: HeldOutRecords | None = None  # None: no record was held out of the stream
 
 
 class ProgressModel:
@@ -328,7 +329,8 @@ class ProgressModel:
                 metrics={
                     name: value
                     for name, value in values.items()
-                    if name not in names.OF_EVALUATIONS and not name.startswith(names.PREQUENTIAL_WINDOW)
+                    if name not in names.OF_EVALUATIONS
+                    and not name.startswith((names.PREQUENTIAL_WINDOW, names.HELD_OUT_RECORDS))
                 },
             )
 
@@ -465,6 +467,7 @@ class ProgressModel:
             tables=() if self._status is None else self._status.tables,
             join=self.join(),
             freshness=self.freshness.stages(),
+            held_out_records=history.held_out_records(),
         )
 
     @property

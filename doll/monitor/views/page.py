@@ -120,6 +120,7 @@ def _learning(state: PageState) -> list[Fact]:
         ("prequential accuracy", number(accuracy) if known(accuracy) else ""),
         ("held-out accuracy", number(snapshot.held_out_accuracy) if known(snapshot.held_out_accuracy) else ""),
         *_other_metrics(state),
+        ("held-out records", "" if snapshot.held_out_records is None else snapshot.held_out_records.text()),
         ("one step", f"{step_samples(state.config):,} samples"),
         ("target", _target(state)),
         (

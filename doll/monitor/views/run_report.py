@@ -11,7 +11,7 @@ from doll.amounts import clock, number, usd
 from doll.config.step_size import advice, step_factor, step_samples, step_text
 from doll.ledger.balance import LedgerReport
 from doll.monitor.state.freshness import freshness_text
-from doll.monitor.state.history import EVALUATION_COLUMNS
+from doll.monitor.state.history import EVALUATION_COLUMNS, HeldOutRecords
 from doll.monitor.state.join_progress import JoinCounts
 from doll.monitor.state.progress import DeadLetterCounts, ProgressModel, skipped_text
 from doll.process.files import json_safe
@@ -52,6 +52,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
     evaluation = history.evaluations.last() or {}
     running, window = history.prequential.running(), history.prequential.windowed()
     margin, held_out = model.margin(), history.held_out_loss_trend()
+    held_out_records = history.held_out_records()
     earlier = history.before(outcome.started_at_s)
     policy, dead, join = model.policy_summary(), model.dead_letters(), model.join()
     report = {
@@ -85,6 +86,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
             "best_window_loss": history.loss_trend.best,
             "best_window_version": history.loss_trend.best_version,
         },
+        "held_out_records": None if held_out_records is None else asdict(held_out_records),
         "best_loss": held_out.best,
         "best_loss_version": held_out.best_version,
         "diverged": model.diverged,
@@ -147,6 +149,7 @@ def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
         "losses": ledger.losses(),
         "unread": ledger.unread,
         "skipped": ledger.skipped,
+        "held_out": ledger.held_out,
         "rolled_back": ledger.rolled_back(),
         "summary": ledger.summary(),
         "violations": ledger.violations(),
@@ -190,6 +193,8 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(f"  {DeadLetterCounts(counts).text()}")
     if report.get("skipped"):
         lines.append(f"  {skipped_text([(item['reason'], item['samples']) for item in report['skipped']])}")
+    if report.get("held_out_records"):
+        lines.append(f"  {HeldOutRecords(**report['held_out_records']).text()}")
     if report.get("join"):
         lines.append(f"  join: {JoinCounts(**report['join']).totals_text()}")
     if report.get("freshness_text"):

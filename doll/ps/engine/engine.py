@@ -643,6 +643,8 @@ class Engine(EngineState):
             self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
             for reason, samples in item.skipped:
                 self.refusals.skipped.add(reason, samples)
+            if item.held_out:
+                self.counters["held_out_records"] += len(item.held_out)
         worker.moved += pushed.max_change
         self._durability.applied(worker, len(applied))
         self._settling.applied(worker, push)

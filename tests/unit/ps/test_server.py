@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
+from doll import metrics
 from doll.errors import CheckpointError
+from doll.metrics.states import from_bytes, to_bytes
 from doll.ps.checkpointing import decode_snapshot
 from doll.ps.engine.events import StopRequested
+from doll.ps.server import held_out_score
 from doll.records.control import (
     Alive,
     AnyRecord,
     Durable,
     Fence,
     Grant,
+    HeldOutScore,
     Hello,
     Join,
     Nack,
@@ -431,3 +436,25 @@ def test_a_worker_is_blocked_from_its_push_or_its_batch_to_its_next_grant(rig: R
     assert measures.blocked_s == pytest.approx(3.0 + 8.0)
     assert measures.computing_s == pytest.approx(4.0)
     assert measures.idle_s == pytest.approx(8.0 + 8.0)
+
+
+def test_an_update_has_the_score_of_all_held_out_samples() -> None:
+    counters: Counter[str] = Counter()
+    assert held_out_score([], counters) is None
+    parts = [[1.0, 2.0], [6.0]]
+    scores = [
+        HeldOutScore(
+            n_samples=len(values), weight=0.5 * len(values), loss_sum=0.5 * sum(values),
+            metric_sums={"right": 0.5 * len(values), "mean": to_bytes(metrics.mean(values)), "torn": b"?"},
+        )
+        for values in parts
+    ]  # fmt: skip
+    score = held_out_score(scores, counters)
+    assert score is not None
+    assert (score.n_samples, score.weight, score.loss_sum) == (3, 1.5, 4.5)
+    assert score.metric_sums["right"] == pytest.approx(1.5)
+    state = score.metric_sums["mean"]
+    assert isinstance(state, bytes)
+    assert from_bytes(state).compute() == 3.0
+    assert "torn" not in score.metric_sums
+    assert counters == {"refused_metric_states": 1}

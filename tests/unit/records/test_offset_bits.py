@@ -63,6 +63,21 @@ def test_few_offsets_far_from_each_other_are_written_as_before(count: int) -> No
     assert decode(encode(record)) == record
 
 
+def test_a_time_slice_of_held_out_records_is_short_and_read_as_it_was_written() -> None:
+    record = push(pushed(held_out=tuple(range(BASE, BASE + 1_000)), dead=(BASE + 2_000,)))
+    assert len(encode(record)) < 400
+    assert decode(encode(record)) == record
+    mixed = push(pushed(held_out=tuple(range(BASE, BASE + 90, 3)), dead=tuple(range(BASE + 1, BASE + 90, 3))))
+    assert decode(encode(mixed)) == mixed
+
+
+def test_offsets_as_bits_of_a_release_without_held_out_records_are_read() -> None:
+    bits = bits_of(((7, 9),))
+    assert decode(encode(push(pushed(packed=(bits, b"", b""))))) == push(pushed(dead=(7, 8)))
+    with pytest.raises(RecordError, match="expected those of dead, gaps, lost, held_out, got 2"):
+        decode(encode(push(pushed(packed=(bits, b"")))))
+
+
 def test_ranges_that_cannot_be_are_written_as_they_are() -> None:
     record = push(pushed(gaps=((5, 3), (-4, 9), *((at, at + 1) for at in range(40)))))
     assert decode(encode(record)) == record

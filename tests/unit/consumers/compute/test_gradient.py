@@ -16,6 +16,7 @@ from doll.errors import ConfigError, IllegalEventError, TaskError
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
 from doll.task.base import Sample, Task
+from doll.task.batches import SampleBatch
 from examples.synthetic.task import Gaussian
 from worker_records import grant
 
@@ -470,3 +471,58 @@ def test_the_random_numbers_of_a_pass_are_those_of_its_seed() -> None:
         computer.seed = seed
         made.append(computer.compute(*data(16, True)).values.tobytes())
     assert made[0] == made[2] != made[1]
+
+
+class Scored(Task):
+    num_classes = 3
+
+    def build_model(self) -> torch.nn.Module:
+        layers = torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)
+        return torch.nn.Sequential(*layers)
+
+    def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output, target, reduction="none")
+
+
+def test_held_out_samples_are_scored_in_evaluation_mode_and_change_nothing() -> None:
+    torch.manual_seed(1)
+    task = Scored()
+    module = task.build_model()
+    computer = GradientComputer(task, FlatModel(module))
+    x, y = data(12, True)
+    weight = np.linspace(0.5, 2.0, 12, dtype=np.float32)
+    batch = SampleBatch(x, y, weight)
+    before = computer.weights.copy()
+    score = computer.score(batch, 7)
+    assert score is not None
+    assert score == computer.score(batch, 8)
+    assert np.array_equal(computer.weights, before)
+    module.eval()
+    with torch.no_grad():
+        output = module(torch.from_numpy(x))
+    losses = torch.nn.functional.cross_entropy(output, torch.from_numpy(y), reduction="none").double().numpy()
+    assert score.loss_sum == pytest.approx(float(losses @ weight), rel=1e-6)
+    right = (output.argmax(dim=1).numpy() == y) @ weight.astype(float)
+    assert score.metric_sums == {"accuracy": pytest.approx(right)}
+    assert (score.n_samples, score.weight) == (12, pytest.approx(weight.sum()))
+
+
+def test_held_out_samples_on_which_the_model_fails_have_no_score() -> None:
+    torch.manual_seed(1)
+    computer = GradientComputer(Scored(), FlatModel(Scored().build_model()))
+    x, y = data(4, True)
+    assert computer.score(SampleBatch(x, np.array([0, 1, 2, 9])), 7) is None
+    x[2] = np.inf
+    assert computer.score(SampleBatch(x, y), 7) is None
+    assert np.isfinite(computer.compute(*data(4, True)).values).all()
+
+
+def test_a_fault_of_the_task_ends_the_score_as_it_ends_a_gradient() -> None:
+    class Wrong(Scored):
+        def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return output
+
+    torch.manual_seed(1)
+    computer = GradientComputer(Wrong(), FlatModel(Wrong().build_model()))
+    with pytest.raises(TaskError, match="one loss for each"):
+        computer.score(SampleBatch(*data(4, True), np.full(4, 2.0, np.float32)), 7)

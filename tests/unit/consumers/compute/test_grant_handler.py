@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from doll.storage.blobs import decode_blob, encode_blob
 from doll.storage.contributions import Compressor
 from doll.task.base import Sample, Task, load_task
 from examples.synthetic.task import Gaussian
+from fake_message import FakeMessage
 from memory_stores import MemoryBlobs
 from worker_fakes import FakeChannel
 from worker_records import grant
@@ -51,6 +53,7 @@ class Rig:
             blobs=self.blobs,
             dead_letters=self.letters,
             contribution=self.computer.new_sum(),
+            held_out=self.computer.score,
         )
         self.weights = np.random.default_rng(1).normal(size=self.computer.weights.size).astype(np.float32)
 
@@ -62,9 +65,12 @@ class Rig:
         rng = np.random.default_rng(number - 3)
         first = 100 + 8 * number
         values = [b"?" if at in bad else np.array([*rng.normal(size=3), at % 2], "<f4").tobytes() for at in range(8)]
-        decoded = self.letters.decode(RawRecords(range(first, first + 8), values))
+        messages = [FakeMessage(stamp=(1, 1000 * (first + at))) for at in range(8)]
+        decoded = self.letters.decode(RawRecords(range(first, first + 8), values, partition, messages))
         dead = tuple(item.offset for item in decoded.refused if item.whole)
-        return Batch(number, decoded, decoded.num_samples, 0.0, dead=dead, partition=partition)
+        return Batch(
+            number, decoded, decoded.num_samples, 0.0, dead=dead, partition=partition, held_out=decoded.held_out
+        )  # fmt: skip
 
 
 def test_the_stored_gradient_is_todays_to_the_bit() -> None:
@@ -100,6 +106,46 @@ def test_a_batch_without_usable_samples_needs_no_weights() -> None:
     (computed,) = done.batches
     assert (done.key, done.version, computed.num_samples, computed.dead) == ("", 9, 0, tuple(range(140, 148)))
     assert [letter.offset for letter in rig.channel.letters] == list(range(140, 148))
+
+
+def held_out_from(offset: int) -> str:
+    """The records from this offset on are held out, by their event times."""
+    at = datetime.fromtimestamp(offset, UTC).isoformat()
+    return f"evaluation.holdout={{from: {at}}}"
+
+
+def test_held_out_samples_are_scored_at_the_granted_weights_and_not_in_the_gradient() -> None:
+    rig = Rig(held_out_from(145))
+    rig.publish()
+    batch = rig.batch()
+    done = rig.handler.handle(grant(5), (batch,), goes_on)
+    assert done is not None
+    (computed,) = done.batches
+    assert (batch.held_out, computed.num_samples, computed.weight) == ((145, 146, 147), 5, 5.0)
+    blob = rig.blobs.get(done.key)
+    assert blob is not None
+    stored = decode_blob(blob, job="unit", kind="g", version=9, numel=rig.weights.size)
+    torch.manual_seed(0)
+    other = GradientComputer(rig.task, build(rig.config, rig.task))
+    other.weights[:] = rig.weights
+    expected = other.compute(batch.data.x, batch.data.y)
+    assert stored.tobytes() == expected.values.tobytes(), "as if the batch had five samples"
+    score = other.score(batch.data.held_out_samples, 1)
+    assert computed.held_out_score == score
+    assert score is not None
+    assert score.n_samples == 3
+
+
+def test_a_batch_of_which_all_samples_are_held_out_is_scored_without_a_gradient() -> None:
+    rig = Rig(held_out_from(100))
+    assert rig.handler.handle(grant(5), (rig.batch(),), goes_on) is None, "it needs the weights"
+    rig.publish()
+    done = rig.handler.handle(grant(5), (rig.batch(1),), goes_on)
+    assert done is not None
+    (computed,) = done.batches
+    assert (done.key, done.version, computed.num_samples, computed.dead) == ("", 9, 0, (141,))
+    assert computed.held_out_score is not None
+    assert computed.held_out_score.n_samples == 7
 
 
 def test_samples_that_the_guard_refuses_are_dead_lettered_with_what_the_log_holds(

@@ -8,10 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 import record_builders
+from doll import metrics
+from doll.metrics.states import to_bytes
 from doll.monitor.state.csv_file import CsvFile, read_rows
 from doll.monitor.state.history import History
 from doll.process.files import json_safe
-from doll.records.control import Finished, Member, TermStarted, Update
+from doll.records.control import Finished, HeldOutScore, Member, TermStarted, Update
 
 
 def term_started(number: int, resumed: int = 0, generation: int = 0) -> TermStarted:
@@ -188,3 +190,75 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
 
 def test_plain_says_unknown_where_json_has_no_number() -> None:
     assert json_safe({"a": math.nan, "b": [math.inf, 1.0], "c": 3}) == {"a": None, "b": [None, 1.0], "c": 3}
+
+
+def scored(number: int, version: int, *losses: float, held_out: tuple[int, ...] = ()) -> Update:
+    """An update with held-out samples, and a metric of each form."""
+    made = update(number, version)
+    state = to_bytes(metrics.mean(losses)) if losses else b""
+    score = HeldOutScore(
+        n_samples=len(losses), weight=2.0 * len(losses), loss_sum=2.0 * sum(losses),
+        metric_sums={"half": float(sum(losses)), "state": state},
+    )  # fmt: skip
+    member = msgspec.structs.replace(made.members[0], held_out=held_out)
+    members = (member, *made.members[1:])
+    return msgspec.structs.replace(made, members=members, held_out_score=score if losses else None)
+
+
+def test_held_out_records_are_counted_and_scored_apart() -> None:
+    history = History()
+    history.feed(term_started(1))
+    history.feed(update(1, 1))
+    assert history.held_out_records() is None
+    history.feed(scored(1, 2, 1.0, 3.0, held_out=(16, 17, 18)))
+    history.feed(update(1, 3))
+    history.feed(scored(1, 4, held_out=(33,)))
+    counted = history.held_out_records()
+    assert counted is not None
+    assert (counted.records, counted.samples, counted.window_samples) == (4, 2, 2)
+    assert counted.metrics == counted.window_metrics
+    assert counted.metrics == {"loss": 2.0, "half": 1.0, "state": 2.0, "state_stderr": pytest.approx(2**-0.5)}
+    assert counted.text() == "4 records held out: loss 2, half 1, state 2 over the last 2 samples"
+    assert history.prequential.running().loss == 1.0
+    assert history.prequential.running().metrics == {"accuracy": 0.5}
+
+
+def test_held_out_records_of_void_updates_do_not_count() -> None:
+    history = History()
+    history.feed(term_started(1))
+    for version in range(1, 5):
+        history.feed(scored(1, version, 9.0, held_out=(16 * version,)))
+    history.feed(term_started(2, resumed=2))
+    history.feed(scored(2, 3, 3.0, held_out=(48,)))
+    counted = history.held_out_records()
+    assert counted is not None
+    assert (counted.records, counted.samples, counted.metrics["loss"]) == (3, 3, 7.0)
+    history.feed(term_started(5, generation=5))
+    counted = history.held_out_records()
+    assert counted is not None
+    assert (counted.records, counted.samples, counted.metrics, counted.text()) == (0, 0, {}, "0 records held out")
+
+
+def test_the_window_of_held_out_samples_has_500_updates_and_a_score_that_is_not_finite_is_left_out() -> None:
+    history = History()
+    history.feed(term_started(1))
+    for version in range(1, 521):
+        history.feed(scored(1, version, 9.0 if version <= 20 else 1.0, held_out=(version,)))
+    history.feed(scored(1, 521, math.inf))
+    counted = history.held_out_records()
+    assert counted is not None
+    assert (counted.window_samples, counted.window_metrics["loss"], counted.window_metrics["state"]) == (500, 1.0, 1.0)
+    assert (counted.samples, counted.metrics["loss"]) == (520, pytest.approx((20 * 9 + 500) / 520))
+
+
+def test_the_files_of_a_run_keep_its_held_out_records(tmp_path: Path) -> None:
+    history = History()
+    history.feed(term_started(1))
+    for version in range(1, 4):
+        history.feed(update(1, version) if version == 2 else scored(1, version, float(version), held_out=(version,)))
+    CsvFile(tmp_path / "updates.csv", history.updates).sync(changed=True)
+    again = History.of_rows(read_rows(tmp_path / "updates.csv"), [])
+    counted = again.held_out_records()
+    assert counted is not None
+    assert (counted.records, counted.samples) == (2, 0), "the metrics are in report.json"
+    assert again.updates.valid("held_out_loss")[[0, 2]].tolist() == [1.0, 3.0]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from doll.config.join import TimeConfig
-from doll.consumers.intake.event_clock import event_clock
 from doll.records.event_times import NO_TIME
+from doll.task.event_clock import event_clock
 
 AT_MS = 1_800_000_000_000
 
