@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -158,10 +159,8 @@ class Events:
     def medians_s(self, after_s: float, seconds: float, parts: int = 10) -> list[float]:
         """The median latency of each part of the time: it shows whether events wait longer and longer."""
         cuts_s = np.linspace(after_s, after_s + seconds, parts + 1)
-        values = [
-            self.latencies_s(cut_s)[self.sent_s[self.sent_s >= cut_s] < cut_s + seconds / parts] for cut_s in cuts_s
-        ]
-        return [round(float(np.median(part)), 3) for part in values if len(part)]
+        parts_s = [self.latencies_s(a)[self.sent_s[self.sent_s >= a] < b] for a, b in pairwise(cuts_s)]
+        return [round(float(np.median(part)), 3) for part in parts_s if len(part)]
 
 
 def send(place: Place, topic: str, events: Events, numbers: range, rate_per_s: float) -> None:
@@ -265,8 +264,7 @@ def measure(place: Place, config: JobConfig, options: argparse.Namespace) -> dic
 def table(rows: list[dict[str, Any]]) -> str:
     """The section of docs/benchmarks.md. `rows`: the newest result on this machine, and of hosts."""
     lines = [
-        "| where | events/s | workers | batch | p50 s | p90 s | p99 s | longest s "
-        "| DOLL's own p50, p99 s | load | commit |",
+        "| where | events/s | workers | batch | p50 s | p90 s | p99 s | longest s | DOLL's own | load | commit |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

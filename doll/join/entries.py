@@ -84,6 +84,7 @@ class Entries:
         self._entries: dict[bytes, Entry] = {}
         self._bytes = 0
         self._due: dict[bool, list[_Due]] = {False: [], True: []}  # heaps, for waiting labels and for features
+        self._knows_due = True  # the heaps have all entries in memory
         self._stale = 0
         self.spilled = 0  # entries in `overflow`
         self.spilled_waiting = 0  # those of labels without features
@@ -109,14 +110,14 @@ class Entries:
 
     def add_all(self, entries: list[Entry]) -> None:
         """Add new entries with features: faster than one by one."""
+        by_key, total_bytes = self._entries, self._bytes
         for entry in entries:
             assert entry.features is not None
             entry.size_bytes = _ENTRY_BYTES + len(entry.features.value) + _LABEL_BYTES * len(entry.labels)
-        self._bytes += sum([entry.size_bytes for entry in entries])
-        self._entries.update({entry.key: entry for entry in entries})
-        heap = self._due[False]
-        for entry in entries:
-            heappush(heap, (entry.deadline_ms, entry.number, entry.key))
+            total_bytes += entry.size_bytes
+            by_key[entry.key] = entry
+        self._bytes = total_bytes
+        self._knows_due = False
 
     def rearm(self, entry: Entry) -> None:
         """Note that an entry has another deadline."""
@@ -148,6 +149,8 @@ class Entries:
         if self.spilled:
             while due := self._overflow.take_due(waiting, until_ms):
                 self._admit(due)
+        if not self._knows_due:
+            self._find_due()
         heap = self._due[waiting]
         while heap and heap[0][0] <= until_ms:
             item = heappop(heap)
@@ -172,15 +175,17 @@ class Entries:
             self.spilled += len(moved)
             self._overflow.put_all(moved)
         if moved or self._stale > _MOST_STALE + 2 * len(self._entries):
-            for waiting in self._due:
-                live = [
-                    (entry.deadline_ms, entry.number, key)
-                    for key, entry in self._entries.items()
-                    if (entry.features is None) == waiting
-                ]
-                heapify(live)
-                self._due[waiting] = live
-            self._stale = 0
+            self._knows_due = False
+
+    def _find_due(self) -> None:
+        for waiting in self._due:
+            self._due[waiting] = [
+                (entry.deadline_ms, entry.number, key)
+                for key, entry in self._entries.items()
+                if (entry.features is None) == waiting
+            ]
+            heapify(self._due[waiting])
+        self._stale, self._knows_due = 0, True
 
     def close(self) -> None:
         self._overflow.close()

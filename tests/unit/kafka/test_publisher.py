@@ -64,7 +64,9 @@ def test_an_unreachable_broker_is_an_error_of_the_client_that_is_not_fatal(nowhe
 
 
 @pytest.mark.integration
-def test_records_arrive_in_order_and_each_delivery_names_its_offset(services: Services, job_name: str) -> None:
+def test_records_arrive_in_order_and_each_delivery_names_its_offset_and_the_time_of_the_broker(
+    services: Services, job_name: str
+) -> None:
     config = job(name=job_name)
     topics.ensure(config, services)
     events = config.topic("events")
@@ -73,8 +75,10 @@ def test_records_arrive_in_order_and_each_delivery_names_its_offset(services: Se
         for term in (1, 2, 3):
             publisher.send(events, Hello(term=term), key=b"k", on_delivery=deliveries.append)
         assert publisher.flush(30.0) == 0
-    assert deliveries == [Delivery(events, offset) for offset in range(3)]
+    assert [item._replace(time_ms=-1) for item in deliveries] == [Delivery(events, offset) for offset in range(3)]
     with RangeReader(config, services) as reader:
+        stored = reader.messages(events, 0, *reader.bounds(events, 0))
+        assert [item.time_ms / 1000 for item in deliveries] == [message.written_s for message in stored]
         assert [record.term for record in reader.records(events, (Hello,))] == [1, 2, 3]
 
 
