@@ -27,7 +27,7 @@ def t_factor(count: int) -> float:
         return _T[freedom - 1]
     z = NormalDist().inv_cdf(0.975)  # and three terms of the expansion of Cornish and Fisher, which are exact to 0.0002
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+    return float(z + sum(term / freedom**power for power, term in enumerate(terms, 1)))
 
 
 def standard_error(values: Sequence[float]) -> float:
