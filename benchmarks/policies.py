@@ -263,15 +263,18 @@ def behind(rows: Sequence[Row]) -> dict[str, Lack]:
     for row in rows:
         scores.setdefault(row.policy, {})[row.seed] = row.score
         of_versions[row.policy] = max(row.error, of_versions.get(row.policy, 0.0))
-    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in scores.values())))
 
     def best_at(seed: int) -> float:
-        others = [other for other in seeds if other != seed] or [seed]
-        best = max(scores, key=lambda policy: statistics.mean(scores[policy][other] for other in others))
-        return scores[best][seed]
+        here = {policy: by_seed for policy, by_seed in scores.items() if seed in by_seed}
+        others = {
+            policy: [by_seed[other] for other in by_seed if other != seed] for policy, by_seed in here.items()
+        }  # fmt: skip
+        rated = {policy: statistics.mean(values) for policy, values in others.items() if values}
+        best = max(rated or here, key=lambda policy: rated.get(policy, here[policy][seed]))
+        return here[best][seed]
 
-    best = {seed: best_at(seed) for seed in seeds}
-    lacks = {policy: [best[seed] - by_seed[seed] for seed in seeds] for policy, by_seed in scores.items()}
+    best = {row.seed: best_at(row.seed) for row in rows}
+    lacks = {policy: [best[seed] - by_seed[seed] for seed in by_seed] for policy, by_seed in scores.items()}
     of_seeds = {policy: standard_error(values) if len(values) > 1 else 0.0 for policy, values in lacks.items()}
     return {
         policy: Lack(statistics.mean(values), math.hypot(of_seeds[policy], of_versions[policy]))
@@ -296,7 +299,7 @@ def text(rows: Sequence[Row]) -> str:
         order = [label + end for label in POLICIES for end in ("", ADVISED) if label + end in table]
         for policy in order:
             row, lack = table[policy], lacks[policy]
-            far = f"{100 * lack.mean:.1f}"
+            far = f"{round(100 * lack.mean, 1) + 0.0:.1f}"  # not -0.0
             error = f" ± {100 * lack.error:.1f}" if lack.error or row["seeds"] > 1 else ""
             name = policy.removesuffix(ADVISED)
             cells = [
