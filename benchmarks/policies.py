@@ -117,7 +117,7 @@ class Run(NamedTuple):
 @dataclass(frozen=True)
 class Row:
     """One run. `score`: the metric, between 0 and 1. `seconds`: virtual time. `push_bytes`: of all workers. `commit`:
-    that of the code that has made it."""
+    that of the code that has made it. `error`: the standard error of a score that is the mean over versions; else 0."""
 
     task: str
     policy: str
@@ -131,6 +131,7 @@ class Row:
     usd: float
     advice: str | None
     commit: str = ""
+    error: float = 0.0
 
 
 def job_of(run: Run, *, quick: bool = False) -> Any:
@@ -191,14 +192,15 @@ def measure(run: Run, quick: bool = False) -> Row:
         end = world.run()
         errors = [point.error for point in world.points if point.samples >= end.samples / 2]
         loss = statistics.mean(error.loss for error in errors)
-        accuracy = statistics.mean(error.accuracy or 0.0 for error in errors)
-        score = 1 - loss / task.variance if task.variance else accuracy
+        accuracies = [error.accuracy or 0.0 for error in errors]
+        score = 1 - loss / task.variance if task.variance else statistics.mean(accuracies)
+        error = standard_error(accuracies) if len(accuracies) > 1 else 0.0
     except DivergedError:
-        loss, score = float("inf"), 0.0
+        loss, score, error = float("inf"), 0.0, 0.0
     return Row(
         run.task, run.policy + (ADVISED if run.advised else ""), run.seed, score, loss, world.engine.samples_total,
         world.engine.version, world.now, world.push_bytes, world.now / 3600 * config.data.workers * USD_PER_H,
-        advice(config), results.commit(),
+        advice(config), results.commit(), error,
     )  # fmt: skip
 
 
@@ -237,7 +239,8 @@ def means(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 class Lack(NamedTuple):
-    """How far a policy is behind the best one: the mean over the seeds, and its standard error (NaN for one seed)."""
+    """How far a policy is behind the best one: the mean over the seeds, and its standard error. That is 0 for one seed
+    and one version."""
 
     mean: float
     error: float
@@ -245,28 +248,38 @@ class Lack(NamedTuple):
     @property
     def is_far(self) -> bool:
         """Whether it is more than `POINTS` behind, and by more than the standard error."""
-        return self.mean > POINTS + (0.0 if math.isnan(self.error) else self.error)
+        return self.mean > POINTS + self.error
 
 
 def behind(rows: Sequence[Row]) -> dict[str, Lack]:
     """Return how far each policy is behind the best one of the rows' task, compared seed by seed.
 
     The best of many noisy means is probably not as good as it looks. So the policy that is best over the other seeds
-    stands for the best one at each seed. With one seed there is no such correction.
+    stands for the best one at each seed. With one seed there is no such correction. All seeds learn the same stream, so
+    they do not reduce the error of a mean over its versions: this is added to the error of the mean over the seeds.
     """
     scores: dict[str, dict[int, float]] = {}
+    of_versions: dict[str, float] = {}
     for row in rows:
         scores.setdefault(row.policy, {})[row.seed] = row.score
-    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in scores.values())))
+        of_versions[row.policy] = max(row.error, of_versions.get(row.policy, 0.0))
 
     def best_at(seed: int) -> float:
-        others = [other for other in seeds if other != seed] or [seed]
-        best = max(scores, key=lambda policy: statistics.mean(scores[policy][other] for other in others))
-        return scores[best][seed]
+        here = {policy: by_seed for policy, by_seed in scores.items() if seed in by_seed}
+        others = {
+            policy: [by_seed[other] for other in by_seed if other != seed] for policy, by_seed in here.items()
+        }  # fmt: skip
+        rated = {policy: statistics.mean(values) for policy, values in others.items() if values}
+        best = max(rated or here, key=lambda policy: rated.get(policy, here[policy][seed]))
+        return here[best][seed]
 
-    best = {seed: best_at(seed) for seed in seeds}
-    lacks = {policy: [best[seed] - by_seed[seed] for seed in seeds] for policy, by_seed in scores.items()}
-    return {policy: Lack(statistics.mean(values), standard_error(values)) for policy, values in lacks.items()}
+    best = {row.seed: best_at(row.seed) for row in rows}
+    lacks = {policy: [best[seed] - by_seed[seed] for seed in by_seed] for policy, by_seed in scores.items()}
+    of_seeds = {policy: standard_error(values) if len(values) > 1 else 0.0 for policy, values in lacks.items()}
+    return {
+        policy: Lack(statistics.mean(values), math.hypot(of_seeds[policy], of_versions[policy]))
+        for policy, values in lacks.items()
+    }
 
 
 def text(rows: Sequence[Row]) -> str:
@@ -286,11 +299,12 @@ def text(rows: Sequence[Row]) -> str:
         order = [label + end for label in POLICIES for end in ("", ADVISED) if label + end in table]
         for policy in order:
             row, lack = table[policy], lacks[policy]
-            far = f"{100 * lack.mean:.1f}"
+            far = f"{round(100 * lack.mean, 1) + 0.0:.1f}"  # not -0.0
+            error = f" ± {100 * lack.error:.1f}" if lack.error or row["seeds"] > 1 else ""
             name = policy.removesuffix(ADVISED)
             cells = [
                 f"`{name}`{policy.removeprefix(name)}", f"{100 * row['score']:.1f} ({100 * row['spread']:.1f})",
-                (f"**{far}**" if lack.is_far else far) + (f" ± {100 * lack.error:.1f}" if row["seeds"] > 1 else ""),
+                (f"**{far}**" if lack.is_far else far) + error,
                 f"{row['seconds']:.0f}", f"{row['megabytes']:.3g}", f"{row['usd']:.4f}", f"{row['seeds']:.0f}",
             ]  # fmt: skip
             parts.append(f"| {' | '.join(cells)} |")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from benchmarks import policies
 from benchmarks.policies import ADVISED, POLICIES, TASKS, Row, behind, measure, runs, text
@@ -47,6 +49,13 @@ def test_a_difference_counts_if_it_is_beyond_its_error() -> None:
     assert not lacks["asp"].is_far
     assert lacks["ssp"].mean == pytest.approx(0.0367, abs=1e-4)
     assert lacks["ssp"].is_far
+
+
+def test_seeds_do_not_reduce_the_error_of_the_versions_of_one_stream() -> None:
+    behind_by_4 = [replace(_row("wsp", 0.86, seed), error=0.02) for seed in range(3)]
+    lack = behind([*(_row("bsp", 0.9, seed) for seed in range(3)), *behind_by_4])["wsp"]
+    assert lack.error == pytest.approx(0.02)
+    assert not lack.is_far
 
 
 def test_luck_at_one_seed_makes_no_policy_the_best() -> None:

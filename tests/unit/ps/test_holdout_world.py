@@ -12,6 +12,8 @@ from doll.records.control import Update
 from engine_world import POLICIES
 from ledger_world import LedgerWorld
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 def is_held_out(partition: int, offset: int) -> bool:
     """Single offsets, and a time slice over whole batches."""

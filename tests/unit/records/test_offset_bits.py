@@ -85,7 +85,7 @@ def test_ranges_that_cannot_be_are_written_as_they_are() -> None:
 
 def test_a_record_that_says_of_two_of_three_what_is_packed_is_refused() -> None:
     record = replace(push(pushed()), batches=(replace(pushed(), packed=(b"", b"")),))
-    with pytest.raises(RecordError, match="expected those of dead, gaps and lost, got 2"):
+    with pytest.raises(RecordError, match="expected those of dead, gaps, lost, held_out, got 2"):
         decode(encode(record))
 
 
