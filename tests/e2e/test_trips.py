@@ -53,7 +53,7 @@ def test_trips(services: Services, job_name: str, tmp_path: Path, doll: Program)
         f"data.topic={owner.name}",
     ]
     missing = here(services, "up", *job, "--parent-folder", tmp_path, code=2)
-    assert f"which has no {owner.name}" in missing
+    assert f"which has no topic {owner.name}" in missing
     assert list(tmp_path.iterdir()) == [], "no run has begun"
 
     fill(services, owner.name)
