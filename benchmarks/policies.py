@@ -137,7 +137,7 @@ class Row:
 def job_of(run: Run, *, quick: bool = False) -> Any:
     """Return the job of a run."""
     from doll.config import load, parse
-    from doll.config.step_size import dana_settings
+    from doll.config.step_size import dana_settings, fresher_settings
 
     task = TASKS[run.task]
     samples = task.quick_samples if quick else task.samples
@@ -147,7 +147,8 @@ def job_of(run: Run, *, quick: bool = False) -> Any:
     ]  # fmt: skip
     read: Any = parse if isinstance(task.job, str) else load
     config = read(task.job, overrides)
-    return followed(read(task.job, [*overrides, *dana_settings(config)])) if run.advised else config
+    advised = [*overrides, *dana_settings(config), *fresher_settings(config)]
+    return followed(read(task.job, advised)) if run.advised else config
 
 
 def followed(config: Any) -> Any:

@@ -15,6 +15,7 @@ from doll.config.training import OptimizerConfig, SgdConfig, TorchConfig
 
 # Names of optimizers whose steps have a size of their own, whatever the size of the gradients is.
 _NORMALIZING: Final = ("ada", "nadam", "radam", "rmsprop")
+_FRESH_SIGNIFICANCE: Final = 0.1
 _NADAM_ARGS: Final = {"lr", "betas", "eps", "weight_decay"}  # of AdamW's arguments, those that NAdam takes
 
 
@@ -129,7 +130,7 @@ def advice(config: JobConfig) -> str | None:
     The rule for `asp` and `vap` is DANA-Slim (Hakimi et al., 2019, "Taming Momentum in a Distributed Asynchronous
     Environment"): each worker has its own momentum, and Nesterov's form of it computes gradients where the steps of the
     other workers will have moved the model (ADR 123). The rule for the learning rate is that of `lr_ratio`. The rule
-    for numbers of updates follows from counting updates.
+    for numbers of updates follows from counting updates. That for fresher weights was measured (docs/benchmarks.md).
 
     >>> from doll.config import parse
     >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: asp}, optimizer: {momentum: 0.9}}}"
@@ -150,6 +151,11 @@ def advice(config: JobConfig) -> str | None:
             f"own, whose size does not depend on that of the gradient, and bsp takes {config.data.workers} batches "
             f"together, whose mean has {factor:.3g} times less noise"
         )
+    if settings := fresher_settings(config):
+        said.append(
+            f"if the job ends after some hundred updates, set {' '.join(settings)}: workers then lack less of what the "
+            "others have learned, and send more bytes"
+        )
     counts = {"training.schedule": training.schedule, "training.ema": training.ema, "stop.updates": config.stop.updates}
     if ratio != 1 and (keys := [key for key, value in counts.items() if value]):
         said.append(
@@ -158,6 +164,25 @@ def advice(config: JobConfig) -> str | None:
             + f": policy {training.policy.name} makes {ratio:.3g} updates with the batches of one update of bsp"
         )
     return "; ".join(said) or None
+
+
+def fresher_settings(config: JobConfig) -> tuple[str, ...]:
+    """Return the settings with which workers under `isp` and `wsp` get the steps of the others sooner, for optimizers
+    that normalize their steps; no settings where they are set, or for other policies and optimizers.
+
+    >>> from doll.config import parse
+    >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: isp}, optimizer: {name: adam}}}"
+    >>> fresher_settings(parse(job))
+    ('training.policy.significance=0.1',)
+    """
+    policy = config.training.policy
+    if lr_ratio(config) == 1 or config.worker.pipeline is not None:
+        return ()
+    if policy.name == "wsp" and policy.batches_per_push > 1:
+        return ("training.policy.wave_batches=1",)
+    if policy.name == "isp" and getattr(policy, "significance", 0.0) > _FRESH_SIGNIFICANCE:
+        return (f"training.policy.significance={_FRESH_SIGNIFICANCE}",)
+    return ()
 
 
 def dana_settings(config: JobConfig) -> tuple[str, ...]:
