@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 from doll.config.policy import PolicyConfig
 from doll.consumers.protocol.worker_core import Compute
@@ -25,6 +26,24 @@ class LedgerWorld(World):
         # The same by worker and batch: a late push has the number of another grant.
         self.computed: dict[tuple[int, int, int], tuple[int, ...]] = {}
         super().__init__(policy, records_per_batch=records_per_batch)
+
+    def work(self, rng: random.Random) -> None:
+        """Let one worker do what it can, and at times let a checkpoint be stored, time pass, or the worker die."""
+        worker = rng.randrange(self.settings.num_workers)
+        for process in self.processes[worker][:1]:
+            for _ in range(3):
+                self.read(process)
+                self.send(process)
+                self.receive_next(process)
+                self.compute(process)
+        self.high[worker] += rng.randrange(3)
+        if rng.random() < 0.1:
+            self.store_checkpoint()
+        if rng.random() < 0.05:
+            self.tick(0.7)
+        if rng.random() < 0.02:
+            self.kill_worker(worker)
+            self.start_process(worker)
 
     def start_server(self) -> None:
         super().start_server()

@@ -41,8 +41,7 @@ def finish_run(run: LocalRun, model: ProgressModel, outcome: RunOutcome) -> dict
     ledger: LedgerReport | None = None
     with _collect_errors(problems, "audit"):
         say("auditing the ledger")
-        ledger = audit(config, run.stack.services, open_store(config, folder.path))
-        write_json(folder.path / "audit.json", ledger.to_dict())
+        ledger = _audit(run)
         outcome.files["ledger"] = display_path(folder.path / "audit.json")
     if ledger is not None and not ledger.ok and outcome.exit_code == 0:
         outcome.exit_code = AuditError.exit_code
@@ -92,6 +91,12 @@ def _write_report(run: RunFolder, report: dict[str, Any]) -> dict[str, Any]:
         notes = [note for note in report["notes"] if note != problem]
         return {**report, **failed, "notes": [*notes, problem]}
     return report
+
+
+def _audit(run: LocalRun) -> LedgerReport:
+    ledger = audit(run.config, run.stack.services, open_store(run.config, run.folder.path))
+    write_json(run.folder.path / "audit.json", ledger.to_dict())
+    return ledger
 
 
 def _export(run: LocalRun) -> None:

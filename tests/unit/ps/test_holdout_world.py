@@ -50,21 +50,7 @@ def test_the_model_has_each_accepted_record_except_those_that_are_held_out(polic
     world = HoldoutWorld(policy)
     rng = random.Random(seed)
     for _ in range(1200):
-        worker = rng.randrange(world.settings.num_workers)
-        for process in world.processes[worker][:1]:
-            for _ in range(3):
-                world.read(process)
-                world.send(process)
-                world.receive_next(process)
-                world.compute(process)
-        world.high[worker] += rng.randrange(3)
-        if rng.random() < 0.1:
-            world.store_checkpoint()
-        if rng.random() < 0.05:
-            world.tick(0.7)
-        if rng.random() < 0.02:
-            world.kill_worker(worker)
-            world.start_process(worker)
+        world.work(rng)
         if rng.random() < 0.005:
             world.kill_server()
             world.start_server()

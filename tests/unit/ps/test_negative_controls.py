@@ -82,21 +82,7 @@ def play(world: LedgerWorld, seed: int) -> LedgerReport:
     """Work, with deaths of workers in between; then let everything come to rest."""
     rng = random.Random(seed)
     for _ in range(1500):
-        worker = rng.randrange(world.settings.num_workers)
-        for process in world.processes[worker][:1]:
-            for _ in range(3):
-                world.read(process)
-                world.send(process)
-                world.receive_next(process)
-                world.compute(process)
-        world.high[worker] += rng.randrange(3)
-        if rng.random() < 0.1:
-            world.store_checkpoint()
-        if rng.random() < 0.05:
-            world.tick(0.7)
-        if rng.random() < 0.02:
-            world.kill_worker(worker)
-            world.start_process(worker)
+        world.work(rng)
     world.settle()
     # The last checkpoint is of the last version, as at the end of a job.
     return world.audit()
