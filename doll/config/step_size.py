@@ -153,8 +153,8 @@ def advice(config: JobConfig) -> str | None:
         )
     if settings := fresher_settings(config):
         said.append(
-            f"if the job ends after some hundred updates, set {' '.join(settings)}: workers then lack less of what the "
-            "others have learned, and send more bytes"
+            f"if the job ends after a few hundred updates, set {' '.join(settings)}: workers then lack less of what "
+            "the others have learned, and send more bytes"
         )
     counts = {"training.schedule": training.schedule, "training.ema": training.ema, "stop.updates": config.stop.updates}
     if ratio != 1 and (keys := [key for key, value in counts.items() if value]):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from worlds import PASSED, World, changed, fingerprint, sources, world_of, worlds
+from worlds import PASSED, World, changed, fingerprint, pytest_ignore_collect, sources, world_of, worlds
 
 WORLDS = worlds()
 RAY = World(
@@ -88,6 +88,22 @@ def test_a_pattern_without_a_file_is_an_error(root: Path) -> None:
 )
 def test_each_test_is_in_one_world_or_in_none(test_id: str, world: str | None) -> None:
     assert world_of(test_id, [RAY]) == world
+
+
+def test_modules_without_a_test_of_the_named_worlds_are_not_imported(pytestconfig: pytest.Config) -> None:
+    before = pytestconfig.option.worlds
+    try:
+        for names, module, is_ignored in (
+            ("ray", "tests/integration/test_ray.py", None),
+            ("ray", "tests/integration/test_join.py", True),
+            ("ray,joins", "tests/integration/test_join.py", None),
+            ("benchmarks", "tests/unit/benchmarks/test_where.py", None),
+            ("none", "tests/integration/test_ray.py", None),
+        ):
+            pytestconfig.option.worlds = names
+            assert pytest_ignore_collect(ROOT / module, pytestconfig) is is_ignored, (names, module)
+    finally:
+        pytestconfig.option.worlds = before
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from doll.config import parse
 from doll.config.policy import policy_section
-from doll.config.step_size import advice, step_factor, step_text
+from doll.config.step_size import advice, fresher_settings, step_factor, step_text
 from doll.errors import ConfigError
 
 ADAMW = "{class: torch.optim.AdamW, args: {lr: 3e-3, weight_decay: 0.1}}"
@@ -158,3 +158,20 @@ def test_the_outer_momentum_is_for_rounds_of_this_length(local_batches: int, mom
 def test_a_policy_says_what_it_needs_and_bsp_does_not(overrides: list[str], said: str | None) -> None:
     advised = advice(parse(JOB, overrides))
     assert advised is None if said is None else said in (advised or "")
+
+
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "settings"),
+    [
+        ("{name: wsp, wave_batches: 4}", "{name: adam}", ("training.policy.wave_batches=1",)),
+        ("{name: wsp, wave_batches: 1}", "{name: adam}", ()),
+        ("{name: isp}", "{name: adam}", ("training.policy.significance=0.1",)),
+        ("{name: isp, significance: 0.1}", "{name: adam}", ()),
+        ("{name: isp}", "{name: sgd}", ()),
+        ("{name: bsp}", "{name: adam}", ()),
+    ],
+)
+def test_fresher_weights_are_advised_until_they_are_set(policy: str, optimizer: str, settings: tuple[str, ...]) -> None:
+    overrides = [f"training.policy={policy}", f"training.optimizer={optimizer}"]
+    assert fresher_settings(parse(JOB, overrides)) == settings
+    assert fresher_settings(parse(JOB, [*overrides, *settings])) == ()
