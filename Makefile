@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-all test-fast test-worlds check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets bench-hosts compose-check bench-large bench-links bench-stages bench-accuracy paper paper-live paper-check build release lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-all test-fast test-slow test-worlds check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets bench-hosts compose-check bench-large bench-links bench-stages bench-accuracy paper paper-live paper-check build release lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ demo-spot: setup ## run a job on a replayed spot market on this machine (SEED=n:
 
 test: setup ## run all tests but those of adapters' worlds (Ray, Kubernetes, ...): about 25 minutes on two cores
 	@$(BIN)/python -m pytest $(DISTRIBUTE) --worlds=none $(PYTEST)
+
+test-slow: setup ## run the tests of `make test` that `make test-fast` leaves out
+	@$(BIN)/python -m pytest $(DISTRIBUTE) -m slow --worlds=none $(PYTEST)
 
 test-worlds: setup ## run the tests of the worlds (tests/worlds.toml) whose sources have changed since they last passed
 	@worlds="$$($(BIN)/python tests/support/worlds.py changed)"; \
