@@ -132,7 +132,7 @@ def _send_metric(
 
 
 @dataclass(slots=True)
-class _Shard:
+class _JoinedPartition:
     """One partition of the log that this joiner joins. `until`: it has joined the log up to this offset."""
 
     matcher: Matcher
@@ -158,7 +158,7 @@ class _Session:
         self._log, self._journal, self._samples = config.topic("join"), config.topic("joins"), config.topic("samples")
         count = config.data.num_partitions
         self._router = Router(join, count, config.data.max_record_bytes)
-        self._shards: dict[int, _Shard] = {}
+        self._joined: dict[int, _JoinedPartition] = {}
         self._behind: set[Input] = set()  # partitions that were said to be behind
         sections = (join.features, *join.labels)
         self._reads_headers = any(item.key.header or item.time.header for item in sections)
@@ -171,8 +171,8 @@ class _Session:
 
     def close(self) -> None:
         self._stream.close()
-        for shard in self._shards.values():
-            shard.matcher.close()
+        for joined in self._joined.values():
+            joined.matcher.close()
 
     def run(self, stopped: threading.Event, heartbeat: Heartbeat) -> None:
         """Join until `stopped` is set.
@@ -237,7 +237,7 @@ class _Session:
                     raise DataLossError(f"{problem}; {_BEGIN_AGAIN}")
                 begin[topic, partition] = offset
                 if topic == self._log:
-                    self._shards[partition] = self._shard(reader, partition, offset, known.metadata)
+                    self._joined[partition] = self._restored(reader, partition, offset, known.metadata)
                 else:
                     self._router.begin(topic, partition, offset)
         log.info("join_assigned", partitions=[f"{topic}/{partition}" for topic, partition in sorted(begin)])
@@ -278,7 +278,7 @@ class _Session:
             if problem := replaced_topic(name, topic_id, self._ids[name]):
                 raise DataLossError(f"{problem}; {_BEGIN_AGAIN}")
 
-    def _shard(self, reader: RangeReader, partition: int, offset: int, metadata: str) -> _Shard:
+    def _restored(self, reader: RangeReader, partition: int, offset: int, metadata: str) -> _JoinedPartition:
         """Return the state of a partition of the log that has been joined up to `offset`."""
         entries = Entries(self._join.memory_bytes // max(1, self._config.data.num_partitions), RocksOverflow())
         matcher = Matcher(self._join, self._partitions, entries)
@@ -293,7 +293,7 @@ class _Session:
             log.info(
                 "join_restored", partition=partition, keys=len(matcher), seconds=round(time.monotonic() - began_s, 2)
             )
-        return _Shard(matcher, offset, end)
+        return _JoinedPartition(matcher, offset, end)
 
     def _packs(self, reader: RangeReader, partition: int, since: int, until: int) -> Iterator[tuple[int, Pack]]:
         low = reader.bounds(self._log, partition)[0]
@@ -333,8 +333,8 @@ class _Session:
             self._initial.pop(place, None)
         for topic, partition in places:
             if topic == self._log:
-                if (shard := self._shards.pop(partition, None)) is not None:
-                    shard.matcher.close()
+                if (joined := self._joined.pop(partition, None)) is not None:
+                    joined.matcher.close()
             else:
                 self._router.end(topic, partition)
                 self._behind.discard((self._router.source_of(topic), partition))
@@ -350,14 +350,14 @@ class _Session:
 
     def _join_pack(self, message: object) -> None:
         partition, offset = message.partition(), message.offset()  # type: ignore[attr-defined]
-        shard = self._shards[partition]
+        joined = self._joined[partition]
         try:
             pack = decode_pack(message.value())  # type: ignore[attr-defined]
         except RecordError as exc:
             raise ConfigError(f"topic {self._log}, partition {partition}, offset {offset}: {exc}") from exc
-        shard.matcher.feed(pack, offset, shard.journal, shard.pending)
-        shard.until = offset + 1
-        shard.changed = True
+        joined.matcher.feed(pack, offset, joined.journal, joined.pending)
+        joined.until = offset + 1
+        joined.changed = True
 
     def _tick(self) -> None:
         """Note up to which time the partitions have been read, by the broker's clock."""
@@ -369,7 +369,7 @@ class _Session:
         now_ms = self._now_ms()
         read = self._stream.read_until(self._names, now_ms)
         times_ms = {(self._router.source_of(topic), at): time_ms for (topic, at), time_ms in read.items()}
-        newest_ms = max((shard.matcher.watermarks.newest_ms() for shard in self._shards.values()), default=-1)
+        newest_ms = max((joined.matcher.watermarks.newest_ms() for joined in self._joined.values()), default=-1)
         behind = set(self._router.read_until(times_ms, now_ms, newest_ms))
         for source, partition in sorted(behind - self._behind):
             log.warning(
@@ -379,7 +379,7 @@ class _Session:
         self._behind |= behind
 
     def _send_metrics(self) -> None:
-        open_keys = sum(len(shard.matcher) for shard in self._shards.values())
+        open_keys = sum(len(joined.matcher) for joined in self._joined.values())
         values = {**{name: float(value) for name, value in self._counts.items()}, names.OPEN_KEYS: float(open_keys)}
         values |= {
             "partitions_behind": float(len(self._behind)),
@@ -392,7 +392,7 @@ class _Session:
         """Write all that has been decided, in one transaction."""
         now_ms = self._now_ms()
         packs = self._router.take(now_ms)
-        changed = {partition: shard for partition, shard in self._shards.items() if shard.changed}
+        changed = {partition: joined for partition, joined in self._joined.items() if joined.changed}
         refused, self._router.refused = self._router.refused, []
         if not packs and not changed and not refused and not self._initial:
             return
@@ -400,16 +400,16 @@ class _Session:
         for (source, partition), offset in self._router.next_offsets.items():
             offsets[self._names[source], partition] = Committed(offset, "")
         steps = []
-        for partition, shard in changed.items():
-            restart = shard.matcher.restart(shard.until, shard.journal)._replace(topics=tuple(self._ids.values()))
-            offsets[self._log, partition] = Committed(shard.until, restart.text())
-            steps.append((partition, self._step(shard, restart.text(), now_ms)))
+        for partition, joined in changed.items():
+            restart = joined.matcher.restart(joined.until, joined.journal)._replace(topics=tuple(self._ids.values()))
+            offsets[self._log, partition] = Committed(joined.until, restart.text())
+            steps.append((partition, self._step(joined, restart.text(), now_ms)))
         if refused:
             steps.append((0, Step(until=0, joiner=self._joiner, now_ms=now_ms, refused=refused)))
         self._stream.commit(self._outputs(packs, changed, steps), offsets)
         self._initial.clear()
-        for shard in changed.values():
-            done, shard.pending, shard.changed = shard.pending, Decisions(), False
+        for joined in changed.values():
+            done, joined.pending, joined.changed = joined.pending, Decisions(), False
             self._counts["samples_total"] += len(done.samples) - done.corrections
             self._counts["corrections_total"] += done.corrections
             self._counts["dropped_total"] += len(done.dropped)
@@ -417,29 +417,29 @@ class _Session:
         self._counts["refused_total"] += len(refused)
 
     def _outputs(
-        self, packs: list[tuple[int, Pack]], changed: dict[int, _Shard], steps: list[tuple[int, Step]]
+        self, packs: list[tuple[int, Pack]], changed: dict[int, _JoinedPartition], steps: list[tuple[int, Step]]
     ) -> Iterator[Output]:
         for partition, pack in packs:
             yield Output(self._log, partition, encode(pack))
         samples = self._samples
-        for partition, shard in changed.items():
-            for sample in shard.pending.samples:
+        for partition, joined in changed.items():
+            for sample in joined.pending.samples:
                 yield Output(samples, partition, sample.value, sample.features.key)
         for partition, step in steps:
             yield Output(self._journal, partition, encode(step), None, self._note_offset(partition))
 
     def _note_offset(self, partition: int) -> Callable[[int], None]:
         def note(offset: int) -> None:
-            if (shard := self._shards.get(partition)) is not None:
-                shard.journal = max(shard.journal, offset + 1)
+            if (joined := self._joined.get(partition)) is not None:
+                joined.journal = max(joined.journal, offset + 1)
 
         return note
 
-    def _step(self, shard: _Shard, restart: str, now_ms: int) -> Step:
-        done, marks = shard.pending, shard.matcher.watermarks
+    def _step(self, joined: _JoinedPartition, restart: str, now_ms: int) -> Step:
+        done, marks = joined.pending, joined.matcher.watermarks
         features_ms, labels_ms = marks.features_ms(), marks.labels_ms()
         return Step(
-            until=shard.until, joiner=self._joiner, now_ms=now_ms, restart=restart,
+            until=joined.until, joiner=self._joiner, now_ms=now_ms, restart=restart,
             settled=differences(done.settled), kept=done.kept,
             dropped=[(record.partition, record.offset) for record in done.dropped],
             refused=[
@@ -449,17 +449,17 @@ class _Session:
                 )
                 for item in done.refused
             ],
-            samples=len(done.samples) - done.corrections, corrections=done.corrections, open=len(shard.matcher),
+            samples=len(done.samples) - done.corrections, corrections=done.corrections, open=len(joined.matcher),
             features_ms=-1 if features_ms is None else features_ms, labels_ms=-1 if labels_ms is None else labels_ms,
         )  # fmt: skip
 
     def _trim(self) -> None:
         """Delete the records of the log that no restart reads."""
-        for partition, shard in self._shards.items():
-            offset = shard.matcher.restart(shard.until, shard.journal).offset
-            if not shard.changed and offset > shard.trimmed:
+        for partition, joined in self._joined.items():
+            offset = joined.matcher.restart(joined.until, joined.journal).offset
+            if not joined.changed and offset > joined.trimmed:
                 topics.delete_records(self._config, self._services, self._log, partition, offset)
-                shard.trimmed = offset
+                joined.trimmed = offset
 
     def _now_ms(self) -> int:
         return _now_ms() + self._clock.correction_ms

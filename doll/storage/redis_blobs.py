@@ -24,7 +24,7 @@ from doll import telemetry
 from doll.errors import BlobError, ServiceUnavailableError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
 from doll.storage.reads_ahead import in_thread
-from doll.storage.redis_client import passes, reason_of
+from doll.storage.redis_client import is_temporary, reason_of
 
 log = telemetry.get_logger(__name__)
 
@@ -193,7 +193,7 @@ class RedisBlobs:
                     f"Redis refuses the log-in ({exc}): set DOLL_REDIS_PASSWORD (and DOLL_REDIS_USERNAME)"
                 ) from exc
             except redis.RedisError as exc:
-                if not passes(exc):
+                if not is_temporary(exc):
                     raise ServiceUnavailableError(f"Redis refuses a command: {exc}") from exc
                 is_full = isinstance(exc, redis.exceptions.OutOfMemoryError)
                 if is_full and size_bytes > (most := self._max_bytes()) > 0:

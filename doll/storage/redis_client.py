@@ -157,7 +157,7 @@ class WorkerCount:
         return int(value) if value is not None and value.isdigit() and int(value) > 0 else default
 
 
-def passes(exc: redis.RedisError) -> bool:
+def is_temporary(exc: redis.RedisError) -> bool:
     """Return whether Redis may accept the same command later: now it is unavailable, full, failing over, or cannot
     save.
 

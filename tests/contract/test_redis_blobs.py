@@ -18,7 +18,7 @@ from doll.services import Services
 from doll.storage import blobs as codec
 from doll.storage import redis_blobs
 from doll.storage.redis_blobs import RedisBlobs
-from doll.storage.redis_client import connect_redis, passes
+from doll.storage.redis_client import connect_redis, is_temporary
 from redis._parsers.base import BaseParser
 
 pytestmark = pytest.mark.slow  # starts servers
@@ -110,7 +110,7 @@ def test_waits_while_redis_is_full_and_says_what_to_do(own_redis: LocalRedis, ev
     ],
 )  # fmt: skip
 def test_what_redis_refuses_for_a_while_is_waited_for(text: str, does: bool) -> None:
-    assert passes(BaseParser.parse_error(text)) is does
+    assert is_temporary(BaseParser.parse_error(text)) is does
 
 
 def test_a_refused_log_in_is_an_error_without_the_password(own_redis: LocalRedis) -> None:

@@ -27,7 +27,7 @@ from doll.monitor.views.panels import moving_mean
 from doll.monitor.views.text import table_lines, verdict, with_error
 from doll.monitor.views.verdicts import blind, elapsed_s, forecast_s, pause, silent_text, verdicts
 from doll.process.metric_names import worker_of
-from doll.provisioner.prices.shipped import estimate
+from doll.provisioner.prices.shipped import ec2_estimate
 from doll.theory.cost import SECONDS_PER_HOUR
 
 Fact = tuple[str, str]  # name and value
@@ -192,7 +192,7 @@ def _cost_facts(state: PageState) -> list[Fact]:
     """Return the cost of the machines; if none are provisioned, their cost on EC2."""
     decision, plan = state.decisions.newest, state.config.plan
     facts: list[Fact] = []
-    rough = estimate(state.config, max(0.0, elapsed_s(state))) if known(elapsed_s(state)) else None
+    rough = ec2_estimate(state.config, max(0.0, elapsed_s(state))) if known(elapsed_s(state)) else None
     if decision:
         expected, sd = decision.get("expected_cost_usd", math.nan), decision.get("expected_cost_sd_usd", math.nan)
         spot, on_demand = decision.get("instances_spot", math.nan), decision.get("instances_on_demand", math.nan)

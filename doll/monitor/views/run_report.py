@@ -15,7 +15,7 @@ from doll.monitor.state.history import EVALUATION_COLUMNS, HeldOutRecords
 from doll.monitor.state.join_progress import JoinCounts
 from doll.monitor.state.progress import DeadLetterCounts, ProgressModel, skipped_text
 from doll.process.files import json_safe
-from doll.provisioner.prices.shipped import estimate
+from doll.provisioner.prices.shipped import ec2_estimate
 from doll.theory.cost import SECONDS_PER_HOUR
 
 
@@ -127,7 +127,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         "notes": list(outcome.notes),
         "audit": None if ledger is None else audit_counts(ledger),
         "files": outcome.files,
-        "ec2_estimate": estimate(config, outcome.seconds),
+        "ec2_estimate": ec2_estimate(config, outcome.seconds),
         **outcome.extra,
     }
     cleaned: dict[str, Any] = json_safe(report)
@@ -210,7 +210,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def _on_ec2(estimate: Mapping[str, Any]) -> str:
-    """Return the cost that the run would have had on EC2, on machines of the same speed."""
+    """Return the text of `ec2_estimate`: what the run would have cost on EC2, on machines of the same speed."""
     place = f"{estimate['region']}, prices of {estimate['as_of']}"
     stack_usd = estimate["stack_usd_per_h"] * estimate["seconds"] / SECONDS_PER_HOUR
     return (

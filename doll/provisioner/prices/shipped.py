@@ -119,7 +119,7 @@ def with_prices(
     return section.model_copy(update=given)
 
 
-def estimate(config: JobConfig, seconds: float) -> dict[str, Any] | None:
+def ec2_estimate(config: JobConfig, seconds: float) -> dict[str, Any] | None:
     """Return the cost on EC2 of the workers for a run of `seconds`; None if the table lacks the machine."""
     try:
         price = shipped_price(*machine_of(config, None, None))

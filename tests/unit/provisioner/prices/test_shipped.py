@@ -10,7 +10,7 @@ from doll.errors import ConfigError
 from doll.provisioner.prices.shipped import (
     PARTS,
     StackKind,
-    estimate,
+    ec2_estimate,
     shipped_price,
     shipped_prices,
     stack_lines,
@@ -59,18 +59,18 @@ def test_an_ec2_fleet_names_the_machine() -> None:
     )
     config = load(DIGITS, [f"fleet={fleet % 'c5a.xlarge, c7i.xlarge, c7g.xlarge'}", "control.kind=auto"])
     assert with_prices(config, config.plan, None, None, []).on_demand_usd_per_h == 0.2037
-    assert (estimate(config, 3600.0) or {})["instance"] == "c7i.xlarge"
+    assert (ec2_estimate(config, 3600.0) or {})["instance"] == "c7i.xlarge"
     unknown = load(DIGITS, [f"fleet={fleet % 'x9.large'}", "control.kind=auto"])
-    assert estimate(unknown, 3600.0) is None, "a report is not refused for it"
+    assert ec2_estimate(unknown, 3600.0) is None, "a report is not refused for it"
 
 
 def test_an_hour_of_four_workers_costs_four_prices() -> None:
-    hour = estimate(load(DIGITS), 3600.0)
+    hour = ec2_estimate(load(DIGITS), 3600.0)
     assert hour is not None
     assert hour["machines"] == 4
     assert hour["on_demand_usd"] == pytest.approx(4 * 0.0725)
     assert hour["spot_usd"] == pytest.approx(4 * shipped_price("c7g.large", "us-east-1").spot_usd_per_h)
-    gangs = estimate(load(DIGITS, ["plan.machines_per_worker=3"]), 3600.0)
+    gangs = ec2_estimate(load(DIGITS, ["plan.machines_per_worker=3"]), 3600.0)
     assert gangs is not None
     assert gangs["machines"] == 12
 
