@@ -60,6 +60,13 @@ def serve(
         str,
         typer.Option(metavar="TOPIC", help="Send every answer, with its version and id, to this Kafka topic."),
     ] = "",
+    log_records: Annotated[
+        bool,
+        typer.Option(
+            "--log-records",
+            help="With --log-answers: log each record of /predict with its answer, as features for data.join.",
+        ),
+    ] = False,
     token_file: Annotated[
         Path | None,
         typer.Option(help="File with the token that requests must have [default: the token in DOLL_SERVE_TOKEN]."),
@@ -85,6 +92,8 @@ def serve(
     """
     if page_port is not None and processes > 1:
         raise typer.BadParameter("--page-port: expected --processes 1; doll dashboard --model-server shows several")
+    if log_records and not log_answers:
+        raise typer.BadParameter("--log-records: expected --log-answers TOPIC, the topic for them")
     require("doll serve", "serve")
     from doll.serving.main import ServedJob, ServeOptions, run_serve
 
@@ -94,7 +103,8 @@ def serve(
         max_batch=max_batch, max_queue=max_queue, max_body_bytes=round(max_body_mb * _MB),
         row_bytes=round(row_memory_mb * _MB),
         time_limit_s=10.0 if timeout_s is None else timeout_s,
-        keep_alive_s=75.0 if keep_alive_s is None else keep_alive_s, log_topic=log_answers, token_file=token_file,
+        keep_alive_s=75.0 if keep_alive_s is None else keep_alive_s, log_topic=log_answers,
+        log_records=log_records, token_file=token_file,
     )  # fmt: skip
     served = ServedJob(target.config, target.run.path, lambda: _services(target), lambda: _has_ended(target))
     path = f"/v2/models/{options.name}"

@@ -1,5 +1,8 @@
 """Sends answers to a Kafka topic, with the version and the request id, so that they can be joined with later labels.
 
+With `each_record`, the records of requests are written too, one by one: `data.join` of the same job, or of another one,
+reads them as features, so that a model learns from what was served.
+
 Logging never delays a request. While Kafka is unavailable, answers wait in the bounded queue of the producer. Answers
 that do not fit the queue, or that Kafka rejects, are counted and dropped.
 """
@@ -8,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +28,8 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
+SERVED_FIELD: Final = "doll_served"
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _ANY_PARTITION: Final = -1  # the client chooses the partition by the key
 _POLL_S: Final = 0.2
 _LOOK_S: Final = 2.0  # interval of looking for new addresses: a resumed run may have others
@@ -39,6 +44,7 @@ class AnswerLog:
 
     Args:
         find_services: returns the job's current services; None if none are known.
+        each_record: write one record for each record of a request: its fields, and the answer in `SERVED_FIELD`.
         on_logged: called for each answer that Kafka has acknowledged.
         on_dropped: called for each answer that was not logged.
 
@@ -48,7 +54,7 @@ class AnswerLog:
 
     def __init__(
         self, config: JobConfig, find_services: Callable[[], Services | None], topic: str, model: str, *,
-        on_logged: Callable[[], object], on_dropped: Callable[[], object],
+        each_record: bool = False, on_logged: Callable[[], object], on_dropped: Callable[[], object],
     ) -> None:  # fmt: skip
         services = find_services()
         if services is None:
@@ -59,6 +65,7 @@ class AnswerLog:
         self._services = services
         self._topic = topic
         self._model = model
+        self._each_record = each_record
         self._on_logged = on_logged
         self._on_dropped = on_dropped
         # Held during delivery reports: by the thread that answers requests and by the thread that polls.
@@ -78,20 +85,36 @@ class AnswerLog:
         self._publisher.close()
         self._publisher.discard()  # answers not acknowledged by now are counted as dropped
 
-    def write(self, request_id: str, version: ServedVersion, answer: Any) -> None:
+    def write(self, request_id: str, version: ServedVersion, answer: Any, records: Sequence[bytes] = ()) -> None:
         """Log an answer.
 
         Args:
             answer: predictions, or outputs by name, as values that JSON can represent.
+            records: the records of the request; none: it had tensors.
         """
-        record = {
+        facts = {
             "id": request_id, "time_s": time.time(), "model": self._model, "version": version.place.version,
-            "term": version.place.term, "answer": answer,
+            "term": version.place.term,
         }  # fmt: skip
-        value = msgspec.json.encode(record)
+        if not self._each_record:
+            self._send(request_id, msgspec.json.encode({**facts, "answer": answer}))
+        elif not records:
+            self._drop("a request with tensors has no records to log: send records to /predict")
+        for number, record in enumerate(records if self._each_record else ()):
+            key = request_id if len(records) == 1 else f"{request_id}-{number}"
+            try:
+                fields = _decode_fields(record)
+            except msgspec.MsgspecError:
+                self._drop("a record that is no JSON object cannot be joined")
+                continue
+            self._send(
+                key, msgspec.json.encode({**fields, SERVED_FIELD: {**facts, "id": key, "answer": answer[number]}})
+            )
+
+    def _send(self, key: str, value: bytes) -> None:
         with self._lock:
             is_queued = self._publisher.try_send(
-                self._topic, value, partition=_ANY_PARTITION, key=request_id.encode(), on_delivery=self._delivered
+                self._topic, value, partition=_ANY_PARTITION, key=key.encode(), on_delivery=self._delivered
             )  # fmt: skip
             if not is_queued:
                 self._drop(f"Kafka at {self._services.kafka} has not taken what waits for it")

@@ -199,7 +199,7 @@ class ServeApp:
         content = {"model": self._name, "version": answer.version.place.version, "predictions": predictions}
         if self._answers is not None:
             request_id = request.header(b"x-request-id")[:_LONGEST_ID] or _new_id()
-            self._answers.write(request_id, answer.version, predictions)
+            self._answers.write(request_id, answer.version, predictions, records)
             content["id"] = request_id
         return _json(content | self._facts(lane, answer.version))
 

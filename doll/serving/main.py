@@ -83,6 +83,7 @@ class ServeOptions:
         keep_alive_s: time after which a connection without a request is closed.
         grace_s: time to answer the remaining requests after the server is asked to end.
         log_topic: topic for the answers; "": answers are not logged.
+        log_records: log each record of a request with its answer.
         token_file: file with the token that requests must have. None: the token of the environment, if it has one.
     """
 
@@ -99,6 +100,7 @@ class ServeOptions:
     keep_alive_s: float = KEEP_ALIVE_S
     grace_s: float = 10.0
     log_topic: str = ""
+    log_records: bool = False
     token_file: Path | None = None
 
 
@@ -178,7 +180,7 @@ def serve_here(
         answers = None
         if options.log_topic:
             log_of_answers = AnswerLog(
-                config, job.find_services, options.log_topic, options.name,
+                config, job.find_services, options.log_topic, options.name, each_record=options.log_records,
                 on_logged=partial(metrics.count, "logged_answers"),
                 on_dropped=partial(metrics.count, "unlogged_answers"),
             )  # fmt: skip

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from doll.config import parse
 from doll.errors import ConfigError
+from doll.join.main import run_joiner
 from doll.kafka import topics
+from doll.kafka.range_reader import RangeReader
 from doll.local.kafka_broker import LocalKafka
 from doll.services import Services
 from doll.serving import answer_log
@@ -82,6 +87,49 @@ def test_an_answer_stands_there_with_its_version_and_the_id_of_its_request(rig: 
         assert (record["id"], record["model"], record["term"]) == (key, "line", 1)
         assert record["time_s"] > 1e9
     assert counted(rig, "unlogged_answers") == 0
+
+
+def test_what_was_served_is_the_features_of_a_join(
+    tmp_path: Path, broker: LocalKafka, topic: str, job_name: str
+) -> None:
+    clicks = OwnersTopic(broker.address, f"{job_name}-clicks")
+    clicks.create(1)
+    join = {"features": {"topic": topic}, "labels": [{"topic": clicks.name, "name": "click"}], "window_s": 600.0}
+    data = {"workers": 1, "join": join}
+    job = {"job": job_name, "task": {"class": "a:B"}, "data": data, "kafka": {"replication_factor": 1}}
+    config = parse(json.dumps(job))
+    with ServingRig(tmp_path, log_topic=topic, log_records=True) as rig:
+        rig.services = dataclasses.replace(rig.services, kafka=broker.address)
+        rig.save(1)
+        rig.start()
+        body = json.dumps([{"x": [1, 2]}, {"x": [3, 4]}]).encode()
+        answer = json.loads(rig.request("POST", "/predict", body, {"X-Request-Id": "both"})[2])
+        rig.request("POST", "/predict", b'{"x": [5, 6]}', {"X-Request-Id": "third"})
+        assert rig.infer(id="tensors")[0] == 200
+        until(lambda: (counted(rig, "logged_answers"), counted(rig, "unlogged_answers")) == (3, 1), "all to be logged")
+    clicks.write([("both-1", b"{}"), ("third", b"{}")])
+    stop, samples = threading.Event(), dict[str, Any]()
+    services = Services(kafka=broker.address, redis="")
+
+    def joined() -> bool:
+        with RangeReader(config, services) as reader:
+            name = config.topic("samples")
+            records = [json.loads(value or b"") for _, value in reader.read(name, 0, *reader.bounds(name, 0))]
+        samples.update({record["doll_served"]["id"]: record for record in records})
+        return len(samples) == 2
+
+    topics.ensure(config, services)
+    with ThreadPoolExecutor(1) as pool:
+        joiner = pool.submit(run_joiner, config, services, 0, stop=stop, until_finished=False)
+        try:
+            until(joined, "two samples")
+        finally:
+            stop.set()
+            joiner.result()
+    sample = samples["both-1"]
+    assert (sample["x"], sample["click"], sample["doll_served"]["version"]) == ([3, 4], 1, 1)
+    assert sample["doll_served"]["answer"] == answer["predictions"][1]
+    assert samples["third"]["x"] == [5, 6]
 
 
 def test_requests_go_on_while_kafka_is_away_and_what_is_not_logged_is_counted(
