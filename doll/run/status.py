@@ -76,6 +76,8 @@ class JobStatus:
             lines.append(f"limits: {snapshot.limit}")
         if snapshot.policy is not None:
             lines.append(snapshot.policy.text())
+        if snapshot.history:
+            lines.append(f"history: {snapshot.history}")
         if snapshot.join is not None:
             lines.append(snapshot.join.text() + ("; see doll dead list" if snapshot.join.refused else ""))
         if fresh := freshness_text(snapshot.freshness):

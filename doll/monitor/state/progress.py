@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from doll.amounts import or_nan
+from doll.amounts import clock, or_nan
 from doll.config import HistorySource, JobConfig, StdinSource
 from doll.ledger import offset_ranges
 from doll.ledger.balance import Range, named
@@ -164,6 +164,7 @@ class JobSnapshot:
     limit: str = ""  # the factor that limits the job, and the remedy
     tables: tuple[TableStatus, ...] = ()  # only bounded tables
     join: JoinCounts | None = None  # None: the job has no data.join
+    history: str = ""  # the part of a source's history that has been sent
     freshness: tuple[StageFreshness, ...] = ()  # of the stages that any record has reached
     held_out_records: HeldOutRecords | None = None  # None: no record was held out of the stream
 
@@ -466,6 +467,7 @@ class ProgressModel:
             limit=self.diverged or limit_text(self.config, self._status),
             tables=() if self._status is None else self._status.tables,
             join=self.join(),
+            history=self.history_sent(),
             freshness=self.freshness.stages(),
             held_out_records=history.held_out_records(),
         )
@@ -499,6 +501,17 @@ class ProgressModel:
         if self.config.data.join is None:
             return None
         return self._join.counts(0.0 if self._status is None else self._status.time_s)
+
+    def history_sent(self) -> str:
+        """Return which part of the table of a source of kind history has been sent; "": all of it, or none is known."""
+        rows, total, left_s = (
+            or_nan(self.metric(names.PRODUCER, name))
+            for name in (names.HISTORY_ROWS, names.HISTORY_TOTAL, names.HISTORY_LEFT_S)
+        )
+        if not rows < total:
+            return ""
+        left = f", about {clock(left_s)} left" if 0 < left_s < math.inf else ""
+        return f"{rows:,.0f} of {total:,.0f} rows sent ({rows / total:.0%}){left}"
 
     def skipped(self) -> tuple[tuple[str, int], ...]:
         """Return the number of skipped samples by reason, from the parameter server's newest status."""

@@ -116,6 +116,8 @@ def panel(snapshot: JobSnapshot, stop: StopConfig) -> RenderableType:
         parts.append(f"[yellow]limits[/] {escape(snapshot.limit)}")
     if snapshot.join is not None:
         parts.append(escape(snapshot.join.text()))
+    if snapshot.history:
+        parts.append(escape(f"history: {snapshot.history}"))
     if dead := snapshot.dead.text():
         parts.append(f"[red]{escape(dead)}[/]")
     parts.append(_Workers(snapshot))

@@ -271,6 +271,7 @@ def _work(state: PageState) -> list[Fact]:
         ("stages", "" if pipeline is None else f"{pipeline.stages} of each worker; a click on a worker names them"),
         *(("table", line.removeprefix("table ")) for line in table_lines(snapshot)),
         ("join", "" if snapshot.join is None else snapshot.join.text().removeprefix("join: ")),
+        ("history", snapshot.history),
         *((f"from events to {stage.stage}", stage.text()) for stage in snapshot.freshness),
     ]
 
