@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 versions_app = Commands(help="List the kept versions of a job, compare them, and give them names (aliases).")
 
+ReasonOption = Annotated[str, typer.Option(help="Why; doll versions show names it.")]
 VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", help="latest, a number or an alias.")]
 
 
@@ -102,6 +103,7 @@ def alias_(
     alias: Annotated[str, typer.Argument(metavar="ALIAS", help="The alias, such as stable.")],
     version: Annotated[str | None, typer.Argument(metavar="[VERSION]", help="latest, a number or an alias.")] = None,
     delete: Annotated[bool, typer.Option("--delete", help="Delete the alias.")] = False,
+    reason: ReasonOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Give a version an alias (a name), or move the alias to another version. A version with an alias is kept.
@@ -115,8 +117,27 @@ def alias_(
 
     if delete == (version is not None):
         raise typer.BadParameter("expected a version that gets the alias, or --delete")
-    marks = set_alias(job.target(), alias, version)
+    marks = set_alias(job.target(), alias, version, reason)
     text = f"{alias} is deleted" if delete else f"{alias} is version {marks.aliases[alias]}"
+    emit(as_json, _content(marks), text)
+
+
+@versions_app.command("freeze")
+def freeze_(
+    job: KeptOptions,
+    alias: Annotated[str, typer.Argument(metavar="ALIAS", help="The alias, such as stable.")],
+    reason: ReasonOption = "",
+    end: Annotated[bool, typer.Option("--end", help="Let the gates move the alias again.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the gates (versions.gates) leave an alias where it is. People can still move it.
+
+    Example: doll versions freeze runs/digits-20260101-120000 stable --reason "sale on Friday"
+    """
+    from doll.run.versions import freeze
+
+    marks = freeze(job.target(), alias, None if end else reason)
+    text = f"gates may move {alias} again" if end else f"gates leave {alias} at version {marks.aliases.get(alias, '-')}"
     emit(as_json, _content(marks), text)
 
 
@@ -128,4 +149,4 @@ def _pin(target: Target, name: str, pinned: bool, as_json: bool) -> None:
 
 
 def _content(marks: VersionMarks) -> dict[str, object]:
-    return {"aliases": marks.aliases, "pins": marks.pins}
+    return {"aliases": marks.aliases, "pins": marks.pins, "frozen": marks.frozen, "reasons": marks.reasons}

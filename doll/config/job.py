@@ -13,6 +13,7 @@ from doll.config.connections import KafkaConfig, RedisConfig
 from doll.config.data import DataConfig
 from doll.config.fleets import FleetConfig, ProcessesFleetConfig
 from doll.config.freshness import FreshnessConfig
+from doll.config.gates import VersionsConfig
 from doll.config.holdout import HoldoutConfig
 from doll.config.join import JoinConfig
 from doll.config.pipeline import PipelineConfig
@@ -54,6 +55,7 @@ class JobConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     freshness: FreshnessConfig = Field(default_factory=FreshnessConfig)
+    versions: VersionsConfig = Field(default_factory=VersionsConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     ps: PsConfig = Field(default_factory=PsConfig)
     log: LogConfig = Field(default_factory=LogConfig)

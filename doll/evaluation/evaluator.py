@@ -16,6 +16,7 @@ from typing import NamedTuple
 from doll import telemetry
 from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
+from doll.evaluation.gate_keeper import gate_keeper
 from doll.evaluation.heldout import HeldOut, HeldOutError
 from doll.evaluation.stored_weights import Place, StoredWeights, place_of
 from doll.evaluation.weight_follower import WeightFollower
@@ -25,6 +26,7 @@ from doll.monitor.state.history import History
 from doll.records.control import AnyRecord
 from doll.storage.blobs import Blobs
 from doll.storage.stores import checkpoint_location
+from doll.storage.version_marks import Verdict
 from doll.task.base import Task, load_task
 from doll.task.batches import SampleBatch
 
@@ -73,6 +75,7 @@ class Evaluator:
         if config.training.evaluates_average:
             log.info("evaluates_the_average", hint="training.ema.evaluate: false measures the weights")
         self._held_out = HeldOut(task, config.evaluation.max_samples, samples_of and samples_of(task))
+        self._gate = gate_keeper(config, run_folder, task, self._model, self._held_out)
         self._run_folder = run_folder
         self._redis_unavailable = self._reported_no_checkpoint = False
         self._last: Place | None = None
@@ -129,6 +132,17 @@ class Evaluator:
             return None
         self._log_redis_state(error="")
         return None if stored is None else self._measure(stored)
+
+    def judge_newest(self) -> Verdict | None:
+        """Judge the newest checkpoint, if the job has gates. Return the verdict; None: there is none, or it was known
+        before. While checkpoints cannot be read, the alias stays."""
+        if self._gate is None:
+            return None
+        try:
+            return self._gate.look()
+        except CheckpointError as exc:
+            log.warning("version_not_judged", reason=str(exc))
+            return None
 
     def not_measured(self) -> Evaluation | None:
         """Return the newest version if the task has no held-out samples; None if it was returned before."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import ChainMap
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from doll.errors import ConfigError
+from doll.evaluation.gates import MAX_BLOCKS, Block
 from doll.metrics.states import MetricState, merged, values_of
-from doll.task import passes
+from doll.task import passes, trees
 from doll.task.base import Task
 from doll.task.batches import SampleBatch, batch_of
 from doll.task.forms import NO_GROUP
@@ -54,11 +59,11 @@ class HeldOut:
     def __len__(self) -> int:
         return self._samples.num_samples
 
-    def _chunks(self) -> Iterator[slice]:
+    def _chunks(self, size: int = CHUNK_SAMPLES) -> Iterator[slice]:
         """Yield parts that are computed together. Consecutive samples of a group are in one part."""
         start, group = 0, self._samples.group
         while start < len(self):
-            stop = min(start + CHUNK_SAMPLES, len(self))
+            stop = min(start + size, len(self))
             while group is not None and stop < len(self) and group[stop] == group[stop - 1] != NO_GROUP:
                 stop += 1
             yield slice(start, stop)
@@ -73,27 +78,63 @@ class HeldOut:
         """
         if not len(self):
             raise ValueError("expected held-out samples, the task has none")
-        module.eval()
-        loss_sum, total_weight, sums, states = 0.0, 0.0, dict[str, float](), dict[str, list[MetricState]]()
-        try:
-            with torch.inference_mode():
-                for chunk in self._chunks():
-                    inputs = passes.inputs_of(self._task, self._samples.take(chunk))
-                    output = passes.forward(self._task, module, inputs)
-                    loss_sum += passes.loss(self._task, output, inputs).value
-                    total_weight += inputs.total_weight
-                    for name, value in passes.metric_values(self._task, output, inputs).items():
-                        if isinstance(value, MetricState):
-                            states.setdefault(name, []).append(value.in_memory())
-                        else:
-                            sums[name] = sums.get(name, 0.0) + value
+        with self._errors():
+            blocks = [block for block, _ in self._computed(module, CHUNK_SAMPLES)]
+            states: dict[str, list[MetricState]] = {}
+            for name, state in (item for block in blocks for item in block.states.items()):
+                states.setdefault(name, []).append(state)
             values = [values_of(name, merged(parts)) for name, parts in states.items()]
-        except Exception as exc:  # the user's code may raise anything
+        total_weight = sum(block.weight for block in blocks)
+        if not total_weight:
+            raise ConfigError(f"{type(self._task).__name__}.holdout(): expected a sample with a weight above 0")
+        names = dict.fromkeys(name for block in blocks for name in block.sums)
+        means = {name: sum(block.sums.get(name, 0.0) for block in blocks) / total_weight for name in names}
+        return HeldOutError(means.pop("loss"), dict(ChainMap(means, *values)))
+
+    def blocks(self, module: torch.nn.Module) -> tuple[list[Block], dict[str, npt.NDArray[Any]], float]:
+        """Return the loss and the metrics of `module` in at most `MAX_BLOCKS` parts of the held-out samples, which are
+        the same for each call; its outputs, flat, by name; and the seconds that these took.
+
+        Raises:
+            ConfigError: as `evaluate`.
+        """
+        size = -(-len(self) // MAX_BLOCKS)
+        outputs: dict[str, list[npt.NDArray[Any]]] = {}
+        blocks, seconds = [], 0.0
+        with self._errors():
+            for block, (output, taken_s) in self._computed(module, max(1, size)):
+                blocks.append(block)
+                seconds += taken_s
+                leaves, structure = trees.flat(output)
+                for name, leaf in zip(trees.dotted_names("output", structure), leaves, strict=True):
+                    outputs.setdefault(name, []).append(leaf.float().numpy().reshape(-1))
+        return blocks, {name: np.concatenate(parts) for name, parts in outputs.items()}, seconds
+
+    def _computed(self, module: torch.nn.Module, size: int) -> Iterator[tuple[Block, tuple[Any, float]]]:
+        """Yield the metrics of each part of `size` samples, with the output and the time that it took."""
+        module.eval()
+        for chunk in self._chunks(size):
+            with torch.inference_mode():
+                inputs = passes.inputs_of(self._task, self._samples.take(chunk))
+                began_s = time.perf_counter()
+                output = passes.forward(self._task, module, inputs)
+                taken_s = time.perf_counter() - began_s
+                sums, states = dict[str, float](), dict[str, MetricState]()
+                for name, value in passes.metric_values(self._task, output, inputs).items():
+                    if isinstance(value, MetricState):
+                        states[name] = value.in_memory()
+                    else:
+                        sums[name] = value
+                sums["loss"] = passes.loss(self._task, output, inputs).value
+            yield Block(inputs.total_weight, sums, states), (output, taken_s)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise ConfigError in place of any exception of the task, whose code may raise anything."""
+        try:
+            yield
+        except Exception as exc:
             name = type(self._task).__name__
             raise ConfigError(
                 f"{name} cannot be evaluated on its own held-out samples: {type(exc).__name__}: {exc}"
             ) from exc
-        if not total_weight:
-            raise ConfigError(f"{type(self._task).__name__}.holdout(): expected a sample with a weight above 0")
-        means = {name: total / total_weight for name, total in sums.items()}
-        return HeldOutError(loss_sum / total_weight, dict(ChainMap(means, *values)))

@@ -99,12 +99,14 @@ def _follow(
         )
         if finished is not None and is_current:
             _publish(config, evaluator, publisher, evaluator.evaluate_final(finished.term, finished.version))
+            evaluator.judge_newest()
             log.info("job_finished", version=finished.version, reason=finished.reason)
             return
         now_s = time.monotonic()
         if now_s < evaluate_at_s or not tail.has_read_history(updates):
             continue
         _publish(config, evaluator, publisher, evaluator.evaluate_newest() or evaluator.not_measured())
+        evaluator.judge_newest()
         # Use at most half of one processor, even with a large model or held-out set.
         ended_s = time.monotonic()
         evaluate_at_s = max(now_s + config.evaluation.every_s, 2 * ended_s - now_s)

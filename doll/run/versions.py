@@ -132,8 +132,10 @@ def pin(target: Target, name: str, *, pinned: bool) -> tuple[int, VersionMarks]:
     return version, store.change_marks(lambda marks: marks.with_pin(version) if pinned else marks.without_pin(version))
 
 
-def set_alias(target: Target, alias: str, name: str | None) -> VersionMarks:
+def set_alias(target: Target, alias: str, name: str | None, reason: str = "") -> VersionMarks:
     """Make `alias` refer to the version `name`, or delete the alias if `name` is None. Return the new marks.
+
+    `reason` is kept until the alias moves again.
 
     Raises:
         ConfigError: `alias` is not valid; the alias to delete does not exist; or the checkpoints belong to another run
@@ -146,7 +148,18 @@ def set_alias(target: Target, alias: str, name: str | None) -> VersionMarks:
         return store.change_marks(lambda marks: marks.without_alias(alias))
     checked_alias(alias)
     version = resolve_version(store, name)
-    return store.change_marks(lambda marks: marks.with_alias(alias, version))
+    return store.change_marks(lambda marks: marks.with_alias(alias, version, reason))
+
+
+def freeze(target: Target, alias: str, reason: str | None) -> VersionMarks:
+    """Make gates leave an alias where it is, with a reason; None: they may move it again. Return the new marks.
+
+    Raises:
+        ConfigError: `alias` is not valid; or the checkpoints belong to another run folder.
+        CheckpointError: the marks cannot be changed.
+    """
+    checked_alias(alias)
+    return _own_store(target).change_marks(lambda marks: marks.with_freeze(alias, reason))
 
 
 def _own_store(target: Target) -> CheckpointStore:

@@ -8,6 +8,7 @@ The aliases and pins are in a JSON file beside the checkpoints, so that people c
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Sequence
 from typing import Annotated, Final, NamedTuple
@@ -20,17 +21,74 @@ from doll.records.bounded import short
 MARKS: Final = "marks.json"  # name of the file, or object, in any store
 LATEST: Final = "latest"
 _SCHEMA: Final = 1
+_WITH_GATES: Final = 2
 _ALIAS: Final = re.compile(r"(?!v[0-9]+$)[a-z][a-z0-9_-]{0,62}")
 _NAMED: Final = 20  # maximum number of versions that a message lists
 
 _Version = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class Check(msgspec.Struct, frozen=True):
+    """One check of a version: its name, whether the version has passed it, and the figures."""
+
+    name: str
+    passed: bool
+    text: str
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Whether a version may have the alias of the gates. `against`: the alias's version with which it was compared."""
+
+    version: _Version
+    against: _Version | None
+    time_s: float
+    passed: bool
+    checks: tuple[Check, ...] = ()
+
+    def text(self) -> str:
+        """Return the reason in one line."""
+        failed = [f"{check.name}: {check.text}" for check in self.checks if not check.passed]
+        return f"held back ({'; '.join(failed)})" if failed else "passed all checks"
+
+
 class VersionMarks(msgspec.Struct, frozen=True):
-    """The aliases of versions, and the pinned versions, which are kept permanently."""
+    """The aliases of versions, and the pinned versions, which are kept permanently.
+
+    Attributes:
+        verdicts: those of the gates, of versions that were kept, in their order.
+        moved_s: Unix time of the last move of an alias by gates.
+        frozen: aliases that gates must not move, with the reason.
+        reasons: why a person has moved an alias; gone when it moves again.
+    """
 
     aliases: dict[str, _Version] = {}
     pins: tuple[_Version, ...] = ()  # ascending
+    verdicts: tuple[Verdict, ...] = ()
+    moved_s: dict[str, float] = {}
+    frozen: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+
+    def verdict_of(self, version: int) -> Verdict | None:
+        return next((item for item in self.verdicts if item.version == version), None)
+
+    def judged(
+        self, alias: str, verdict: Verdict, kept: Collection[int], *, min_interval_s: float = 0.0
+    ) -> VersionMarks:
+        """Return these marks with a verdict, after which the alias moves if the version has passed, nobody has frozen
+        or moved the alias since it was judged, and the last move is long enough ago. `kept`: versions that exist."""
+        others = (item for item in self.verdicts if item.version in kept and item.version != verdict.version)
+        marks = msgspec.structs.replace(self, verdicts=(*others, verdict))
+        # A clock that was set back must not hold the alias for long.
+        is_due = not 0 <= verdict.time_s - self.moved_s.get(alias, -math.inf) < min_interval_s
+        if not verdict.passed or not is_due or alias in self.frozen or self.aliases.get(alias) != verdict.against:
+            return marks
+        moved_s = {**self.moved_s, alias: verdict.time_s}
+        return msgspec.structs.replace(marks.with_alias(alias, verdict.version), moved_s=moved_s)
+
+    def with_freeze(self, alias: str, reason: str | None) -> VersionMarks:
+        """Return these marks with an alias that gates must not move; reason None: they may again."""
+        others = {name: text for name, text in self.frozen.items() if name != alias}
+        return msgspec.structs.replace(self, frozen=others if reason is None else {**others, alias: reason})
 
     @property
     def marked(self) -> frozenset[int]:
@@ -49,11 +107,15 @@ class VersionMarks(msgspec.Struct, frozen=True):
     def only(self, versions: Collection[int]) -> VersionMarks:
         """Return only the marks of these versions."""
         aliases = {name: version for name, version in self.aliases.items() if version in versions}
-        return VersionMarks(aliases, tuple(pin for pin in self.pins if pin in versions))
+        pins = tuple(pin for pin in self.pins if pin in versions)
+        verdicts = tuple(item for item in self.verdicts if item.version in versions)
+        return msgspec.structs.replace(self, aliases=aliases, pins=pins, verdicts=verdicts)
 
-    def with_alias(self, name: str, version: int) -> VersionMarks:
-        """Return these marks with alias `name` at `version`. Raise ConfigError if `name` is not a valid alias."""
-        return msgspec.structs.replace(self, aliases={**self.aliases, checked_alias(name): version})
+    def with_alias(self, name: str, version: int, reason: str = "") -> VersionMarks:
+        """Return these marks with alias `name` at `version`, for this reason. Raise ConfigError if `name` is not a
+        valid alias."""
+        reasons = {key: text for key, text in self.reasons.items() if key != name} | ({name: reason} if reason else {})
+        return msgspec.structs.replace(self, aliases={**self.aliases, checked_alias(name): version}, reasons=reasons)
 
     def without_alias(self, name: str) -> VersionMarks:
         """Return these marks without this alias. Raise ConfigError if no version has it."""
@@ -79,9 +141,17 @@ class _StoredMarks(VersionMarks, frozen=True, kw_only=True):
     schema: int
 
 
+def _has_more(marks: VersionMarks) -> bool:
+    """Return whether a release before the gates would lose something of these marks."""
+    return bool(marks.verdicts or marks.moved_s or marks.frozen or marks.reasons)
+
+
 def encode_marks(marks: VersionMarks) -> bytes:
     """Return the content of the file."""
     stored = {"schema": _SCHEMA, "aliases": dict(sorted(marks.aliases.items())), "pins": marks.pins}
+    if _has_more(marks):
+        more = {name: value for name, value in msgspec.structs.asdict(marks).items() if value}
+        stored = {**stored, **more, "schema": _WITH_GATES}
     return msgspec.json.format(msgspec.json.encode(stored), indent=2) + b"\n"
 
 
@@ -97,11 +167,13 @@ def decode_marks(data: bytes | None, location: str) -> VersionMarks:
             f"{location}: expected aliases and pins as doll versions writes them, got {short(exc)}: correct the file, "
             "or move it away to have none"
         ) from exc
-    if stored.schema != _SCHEMA:
+    if stored.schema not in (_SCHEMA, _WITH_GATES):
         raise CheckpointError(
-            f"{location}: expected schema {_SCHEMA}, got {stored.schema}: use the release that wrote it"
+            f"{location}: expected schema {_SCHEMA} or {_WITH_GATES}, got {stored.schema}: use the release that wrote "
+            "it"
         )
-    return VersionMarks(stored.aliases, tuple(sorted(set(stored.pins))))
+    values = {field: getattr(stored, field) for field in VersionMarks.__struct_fields__}
+    return VersionMarks(**values | {"pins": tuple(sorted(set(stored.pins)))})
 
 
 def checked_alias(name: str) -> str:

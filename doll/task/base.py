@@ -424,6 +424,16 @@ class Task:
         """Whether `step` or `step_rows` replaces the gradient."""
         return type(self).step is not Task.step or self.steps_rows
 
+    def check(self, version: Any, stable: Any) -> str:
+        """Optional: return why a version must not get the alias of `versions.gates`; "": nothing is wrong. An exception
+        is a reason too.
+
+        Args:
+            version, stable: what was measured of the version, and of the alias's version (None: there is none), as
+                `doll.evaluation.gates.Measured`: `metrics()` and `outputs` on the held-out samples, and so on.
+        """
+        return ""
+
     def holdout(self) -> Iterable[Sample]:
         """Return held-out samples, which are never in the stream. Default: none, so only the prequential error is
         known."""

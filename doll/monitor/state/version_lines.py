@@ -7,7 +7,7 @@ updates and of the evaluator, and the cost from the provisioner's decisions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, Final
@@ -22,7 +22,7 @@ from doll.monitor.state.table_changes import TableChange
 from doll.records.bounded import short
 from doll.records.rollbacks import Rollback, is_left
 from doll.storage.checkpoints import CheckpointHead
-from doll.storage.version_marks import StoredVersion, VersionMarks
+from doll.storage.version_marks import StoredVersion, Verdict, VersionMarks
 
 _WINDOW: Final = 50  # updates of a prequential mean, as in other modules
 _PREQUENTIAL: Final = "prequential_"
@@ -67,6 +67,8 @@ class VersionLine:
         cost_usd: cost of provisioned machines until the version was saved.
         fingerprint: fingerprint of the job file and the model.
         code: checksum of the task's source.
+        verdict: verdict of the gates and the checks behind it; None: the version was not judged.
+        remarks: remarks on its aliases: frozen, or moved by a person.
         notes: further remarks, one sentence each.
     """
 
@@ -88,6 +90,8 @@ class VersionLine:
     is_pinned: bool
     init_from: str = ""
     grid: int = 0
+    verdict: Verdict | None = None
+    remarks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -96,7 +100,7 @@ class VersionLine:
         return sha256(self.fingerprint.encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"digest": self.digest}
+        return asdict(self) | {"digest": self.digest, "verdict": msgspec.to_builtins(self.verdict)}
 
 
 def version_line(
@@ -123,9 +127,18 @@ def version_line(
         elapsed_s=state.elapsed_s, prequential=_prequential(updates), held_out=_held_out(records.evaluations, item),
         cost_usd=next((usd for time_s, usd in reversed(records.spent_usd) if time_s <= until_s), math.nan),
         fingerprint=head.fingerprint, code=head.code, aliases=tuple(marks.aliases_of(item.version)),
+        verdict=marks.verdict_of(item.version), remarks=tuple(_remarks(item.version, marks)),
         is_pinned=item.version in marks.pins, init_from=state.init_from, grid=len(state.earlier_grids),
         notes=tuple(rollback.text() for rollback in state.rollbacks),
     )  # fmt: skip
+
+
+def _remarks(version: int, marks: VersionMarks) -> Iterator[str]:
+    for alias in marks.aliases_of(version):
+        if reason := marks.reasons.get(alias):
+            yield f"a person moved {alias} here: {reason}"
+        if alias in marks.frozen:
+            yield f"{alias} is frozen: {marks.frozen[alias] or 'no reason was given'}"
 
 
 def _counts(row: Row, item: StoredVersion, rollbacks: Sequence[Rollback] = ()) -> bool:

@@ -21,6 +21,8 @@ def versions_table(lines: Sequence[VersionLine], location: str) -> str:
 
 def _row(line: VersionLine) -> tuple[str, ...]:
     names = [*line.aliases, *(["(pinned)"] if line.is_pinned else [])]
+    if line.verdict is not None and not line.verdict.passed:
+        names.append("(held back)")
     return (
         str(line.version), date_time(line.saved_s), f"{line.samples:,}".replace(",", " "), line.policy,
         _number(line.prequential.get("loss")), _number(line.held_out.get("loss")),
@@ -36,6 +38,8 @@ def version_text(line: VersionLine) -> str:
     rows = [
         ("saved", f"{date_time(line.saved_s)} UTC by term {line.term}, {byte_size(line.size_bytes)}"),
         ("marks", ", ".join(marks) or "none"),
+        *(("gates", text) for text in _verdict(line)),
+        *(("alias", remark) for remark in line.remarks),
         ("samples", f"{line.samples}, in {clock(line.elapsed_s)} of learning"),
         ("offsets", f"{spans} (partition: first..behind the last)"),
         ("policy", line.policy),
@@ -50,6 +54,17 @@ def version_text(line: VersionLine) -> str:
         *(("note", note) for note in line.notes),
     ]
     return "\n".join([f"version {line.version}", *(f"  {row}" for row in aligned(rows, "<"))])
+
+
+def _verdict(line: VersionLine) -> list[str]:
+    """Return the verdict of the gates and its checks, one line each."""
+    if line.verdict is None:
+        return []
+    against = "" if line.verdict.against is None else f" against version {line.verdict.against}"
+    head = (
+        f"{line.verdict.text() if line.verdict.passed else 'held back'}{against}, {date_time(line.verdict.time_s)} UTC"
+    )
+    return [head, *(f"{'+' if check.passed else '-'} {check.name}: {check.text}" for check in line.verdict.checks)]
 
 
 def diff_text(diff: VersionDiff) -> str:

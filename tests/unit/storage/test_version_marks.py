@@ -49,7 +49,7 @@ def test_what_is_not_marked_cannot_be_unmarked() -> None:
         (b"{", "expected aliases and pins as doll versions writes them"),
         (b'{"schema": 1, "aliases": {"stable": -1}}', "expected aliases and pins"),
         (b'{"schema": 1, "pins": "x"}', "expected aliases and pins"),
-        (b'{"schema": 2}', "expected schema 1, got 2"),
+        (b'{"schema": 3}', "expected schema 1 or 2, got 3"),
     ],
 )
 def test_a_damaged_file_is_refused_and_nothing_is_deleted(data: bytes, says: str, tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""The section `versions`: the checks that a version must pass before it gets an alias by itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from doll.config.section import LONGEST_S, Section
+
+
+def _as_margin(value: Any) -> Any:
+    return {"margin": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+class MetricGateConfig(Section):
+    """How much worse than the alias's version a version may be in a metric. A number is the margin."""
+
+    margin: NonNegativeFloat = 0.0
+    """the largest difference that is accepted"""
+    better: Literal["lower", "higher", "one"] | None = None
+    """which values are better; one: those near 1, as of a calibration; default: known for the metrics of doll.metrics,
+    loss and accuracy"""
+
+
+MetricGate = Annotated[MetricGateConfig, BeforeValidator(_as_margin)]
+
+
+class GatesConfig(Section):
+    """Checks of each checkpoint by the evaluator, cheapest first. A version that passes all of them gets the alias; any
+    other one keeps the reason (`doll versions show`). Evaluated are the held-out samples (docs/guide/gates.md)."""
+
+    alias: str = Field(default="stable", pattern=r"^[a-z][a-z0-9_-]{0,62}$")
+    """the alias that moves"""
+    metrics: dict[str, MetricGate] = Field(default={"loss": MetricGateConfig()}, max_length=100)
+    """held-out metrics by name, such as loss, auc or auc[0] (a segment), each with its margin. A version fails if it is
+    worse than the alias's version by more than the margin, beyond the noise of the samples"""
+    confidence: float = Field(default=0.99, gt=0.5, le=0.999999)
+    """how certain it must be that a version is worse, over all metrics together: 1 - confidence of the versions that
+    are as good are held back"""
+    max_step: PositiveFloat | None = Field(default=10.0, ge=1)
+    """a version fails if a tensor has moved this many times as far as usual; null: not checked"""
+    max_shift: PositiveFloat | None = None
+    """largest population stability index between the model's outputs and those of the alias's version; 0.25 is a large
+    shift; null: not checked"""
+    max_slowdown: PositiveFloat | None = Field(default=3.0, ge=1)
+    """a version fails if its answers take this many times as long; null: not checked"""
+    max_growth: PositiveFloat | None = Field(default=2.0, ge=1)
+    """a version fails if its checkpoint is this many times as large; null: not checked"""
+    max_event_age_s: PositiveFloat | None = Field(default=None, le=LONGEST_S)
+    """a version fails if the newest event that it has learned is older than this (needs freshness.time); null: not
+    checked"""
+    min_interval_s: float = Field(default=0.0, ge=0, le=LONGEST_S)
+    """minimum time between two moves of the alias"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.alias == "latest" or (self.alias[0] == "v" and self.alias[1:].isdecimal()):
+            raise ValueError(f"alias: expected a name that is not latest and not v with a number, got {self.alias}")
+        unknown = [name for name, gate in self.metrics.items() if gate.better is None and direction_of(name) is None]
+        if unknown:
+            raise ValueError(f"metrics.{unknown[0]}: expected better: lower, higher or one")
+        return self
+
+    def better(self, metric: str) -> Literal["lower", "higher", "one"]:
+        """Return which values of a metric are better."""
+        known = self.metrics[metric].better or direction_of(metric)
+        assert known is not None
+        return known
+
+
+class VersionsConfig(Section):
+    """Versions that get an alias by themselves."""
+
+    gates: GatesConfig | None = None
+    """checks before a version gets the alias; default: aliases move only by `doll versions alias`"""
+
+
+_DIRECTIONS: dict[str, Literal["lower", "higher", "one"]] = {
+    "loss": "lower", "log_loss": "lower", "normalized_entropy": "lower", "rmse": "lower", "pinball_loss": "lower",
+    "accuracy": "higher", "auc": "higher", "average_precision": "higher", "ndcg": "higher", "calibration": "one",
+}  # fmt: skip
+
+
+def direction_of(metric: str) -> Literal["lower", "higher", "one"] | None:
+    """Return which values of a metric are better, by its name without a segment; None: not known."""
+    return _DIRECTIONS.get(metric.partition("[")[0])

@@ -1,0 +1,166 @@
+"""Checkpoints are measured and judged, and the alias moves by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from doll.config import JobConfig, load
+from doll.errors import CheckpointError
+from doll.evaluation.evaluator import Evaluator
+from doll.model.flat_model import build, fingerprint
+from doll.monitor.views.versions import version_text, versions_table
+from doll.run.folder import RunFolder
+from doll.run.target import Target
+from doll.run.versions import freeze, list_versions, set_alias, show_version
+from doll.storage.checkpoints import Checkpoint
+from doll.storage.stores import open_store
+from doll.storage.version_marks import Verdict
+from doll.task.base import load_task
+from memory_stores import MemoryBlobs
+
+pytestmark = pytest.mark.slow  # loads torch
+
+TASK = """
+import numpy as np
+import torch
+from doll import Sample, Task, metrics
+
+class Line(Task):
+    input_shape = (2,)
+
+    def build_model(self):
+        return torch.nn.Linear(2, 1)
+
+    def forward(self, model, x):
+        return model(x)[:, 0]
+
+    def losses(self, output, target):
+        return (output - target) ** 2
+
+    def metrics(self, output, target):
+        return {"rmse": metrics.rmse(output, target)}
+
+    def decode(self, record):
+        raise NotImplementedError
+
+    def check(self, version, stable):
+        return "an output below -50" if version.outputs["output"].min() < -50 else ""
+
+    def holdout(self):
+        x = np.random.default_rng(0).normal(size=(400, 2)).astype(np.float32)
+        return [Sample(row, row[0] - row[1]) for row in x]
+"""
+JOB = """
+job: j
+task: {class: line.py:Line}
+data: {workers: 1, batch_size: 1}
+checkpoint: {keep: 3}
+versions: {gates: {metrics: {loss: 0.01, rmse: 0.01}}}
+"""
+
+
+class Rig:
+    def __init__(self, folder: Path) -> None:
+        (folder / "line.py").write_text(TASK)
+        (folder / "job.yaml").write_text(JOB)
+        self.config: JobConfig = load(folder / "job.yaml")
+        self.target = Target(self.config, RunFolder(folder), False, folder / "job.yaml")
+        self.store = open_store(self.config, folder)
+        self.fingerprint = fingerprint(self.config, build(self.config, load_task(self.config)))
+        self.folder = folder
+        self.term = self.store.claim_term()
+        self.new_gate()
+
+    def new_gate(self) -> None:
+        self.evaluator = Evaluator(self.config, MemoryBlobs(), self.folder)
+
+    def save(self, version: int, *weights: float) -> None:
+        values: npt.NDArray[np.float32] = np.array([*weights, 0.0][:3], np.float32)
+        tensors = {"weights": values}
+        self.store.save(
+            Checkpoint(
+                job="j", fingerprint=self.fingerprint, term=self.term, version=version, state=b"", tensors=tensors
+            )
+        )
+
+    def judged(self, version: int, *weights: float) -> Verdict:
+        self.save(version, *weights)
+        verdict = self.evaluator.judge_newest()
+        assert verdict is not None
+        assert verdict.version == version
+        assert self.evaluator.judge_newest() is None, "once"
+        return verdict
+
+    @property
+    def stable(self) -> int | None:
+        return self.store.read_marks().aliases.get("stable")
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+def test_the_alias_follows_the_versions_that_pass(rig: Rig) -> None:
+    assert rig.evaluator.judge_newest() is None, "no version yet"
+    assert rig.judged(1, 0.5, -0.5).passed
+    assert rig.judged(2, 0.7, -0.7).passed
+    assert rig.stable == 2
+    worse = rig.judged(3, 0.2, -0.2)
+    assert "loss: 1." in worse.text()
+    assert "rmse" in worse.text()
+    assert rig.judged(4, float("nan"), 0.0).text() == "held back (finite: weight has values that are not finite)"
+    assert rig.judged(5, 0.7, -90.0).text().endswith("task: an output below -50)")
+    assert rig.stable == 2, "and it is kept, since it has a name"
+    assert rig.judged(6, 0.9, -0.9).passed
+    assert rig.stable == 6
+
+
+def test_a_gate_that_ended_goes_on_and_repeats_no_verdict(rig: Rig) -> None:
+    rig.judged(1, 0.5, -0.5)
+    rig.judged(2, 0.4, -0.4)
+    rig.new_gate()
+    assert rig.evaluator.judge_newest() is None
+    assert rig.judged(3, 0.6, -0.6).against == 1
+    assert rig.stable == 3
+    rig.save(4, 0.7, -0.7)
+    rig.new_gate()
+    rig.save(5, 0.8, -0.8)
+    verdict = rig.evaluator.judge_newest()
+    assert verdict is not None
+    assert (verdict.version, verdict.against, rig.stable) == (5, 3, 5), "a version between them is not judged"
+
+
+def test_people_freeze_and_move_the_alias(rig: Rig) -> None:
+    rig.judged(1, 0.5, -0.5)
+    freeze(rig.target, "stable", "a sale")
+    assert rig.judged(2, 0.6, -0.6).passed
+    assert rig.stable == 1
+    freeze(rig.target, "stable", None)
+    set_alias(rig.target, "stable", "2", "it sells more")
+    assert rig.judged(3, 0.3, -0.3).against == 2
+    text = version_text(show_version(rig.target, "2"))
+    assert "a person moved stable here: it sells more" in text
+    assert "passed all checks against version 1" in text
+    text = version_text(show_version(rig.target, "3"))
+    assert "held back against version 2" in text
+    assert "- loss: " in text
+    assert "+ finite: all values" in text
+    assert "(held back)" in versions_table(list_versions(rig.target), "here")
+
+
+def test_while_aliases_cannot_be_read_the_alias_stays(rig: Rig) -> None:
+    rig.judged(1, 0.5, -0.5)
+    marks = next(rig.folder.rglob("marks.json"))
+    before = marks.read_bytes()
+    marks.write_bytes(b"{")
+    rig.save(2, 0.9, -0.9)
+    assert rig.evaluator.judge_newest() is None
+    with pytest.raises(CheckpointError):
+        _ = rig.stable
+    marks.write_bytes(before)
+    assert rig.evaluator.judge_newest() is not None
+    assert rig.stable == 2
