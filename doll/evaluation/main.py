@@ -25,6 +25,7 @@ from doll.process.signals import stop_requested
 from doll.records.control import Evaluated, Metric
 from doll.services import Services
 from doll.storage.stores import open_blobs
+from doll.storage.version_marks import Verdict
 
 log = telemetry.get_logger(__name__)
 
@@ -99,14 +100,14 @@ def _follow(
         )
         if finished is not None and is_current:
             _publish(config, evaluator, publisher, evaluator.evaluate_final(finished.term, finished.version))
-            evaluator.judge_newest()
+            _publish_verdict(config, evaluator.judge_newest(), publisher)
             log.info("job_finished", version=finished.version, reason=finished.reason)
             return
         now_s = time.monotonic()
         if now_s < evaluate_at_s or not tail.has_read_history(updates):
             continue
         _publish(config, evaluator, publisher, evaluator.evaluate_newest() or evaluator.not_measured())
-        evaluator.judge_newest()
+        _publish_verdict(config, evaluator.judge_newest(), publisher)
         # Use at most half of one processor, even with a large model or held-out set.
         ended_s = time.monotonic()
         evaluate_at_s = max(now_s + config.evaluation.every_s, 2 * ended_s - now_s)
@@ -143,3 +144,11 @@ def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, eval
     if evaluated.metrics or not math.isnan(error.loss):
         publisher.try_send(config.topic("events"), evaluated, key=b"evaluator")
     publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values=known, time_s=evaluation.time_s))
+
+
+def _publish_verdict(config: JobConfig, verdict: Verdict | None, publisher: Publisher) -> None:
+    if verdict is None:
+        return
+    passed = {f"{names.GATE_PASSED}_{check.name}": float(check.passed) for check in verdict.checks}
+    values = {names.GATE_VERSION: float(verdict.version), names.GATE_PASSED: float(verdict.passed), **passed}
+    publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values=values, time_s=verdict.time_s))

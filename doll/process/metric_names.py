@@ -10,6 +10,8 @@ from typing import Final
 PRODUCER: Final = "producer"
 EVALUATOR: Final = "evaluator"
 PROVISIONER: Final = "provisioner"
+GATE_VERSION: Final = "gate_version"  # version of the evaluator's newest verdict
+GATE_PASSED: Final = "gate_passed"  # 1 if it has passed; `gate_passed_<check>`: one of the checks
 
 TERM: Final = "term"  # the term of the parameter server whose model was measured
 VERSION: Final = "version"

@@ -255,6 +255,9 @@ class ProgressModel:
             self._num_members -= len(self._newest.popleft().members)
 
     def _measured(self, record: Metric) -> None:
+        if names.GATE_PASSED in record.values:
+            self._judged(record.values)
+            return
         self._metrics[record.source] = record.values
         self._join.feed(record)
         if record.source == names.EVALUATOR:
@@ -318,6 +321,13 @@ class ProgressModel:
                 f"(data.on_data_loss: {self.config.data.on_data_loss})",
                 None,
             )
+
+    def _judged(self, values: Mapping[str, float]) -> None:
+        if not values[names.GATE_PASSED]:
+            prefix = f"{names.GATE_PASSED}_"
+            failed = ", ".join(name.removeprefix(prefix) for name, ok in values.items() if prefix in name and not ok)
+            version = values.get(names.GATE_VERSION, math.nan)
+            self.add_event(f"version {version:.0f} was held back: {failed} (doll versions show)", None)
 
     def _evaluated(self, record: Metric) -> None:
         values = record.values

@@ -219,6 +219,7 @@ def _kept(kept: KeptVersions | None, version: int) -> dict[str, str]:
         if version in kept.versions
         else "not any more",
         "aliases": ", ".join(aliases),
+        "gates": "" if (verdict := kept.marks.verdict_of(version)) is None else verdict.text(),
     }
 
 
