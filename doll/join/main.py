@@ -185,8 +185,10 @@ class _Session:
         try:
             self._loop(stopped, heartbeat)
             self._commit()
-        except BaseException:
+        except BaseException as exc:
             self._is_whole = False
+            if isinstance(exc, DataLossError):
+                self._check_topics()  # a topic that was made again is the reason, and a clearer one
             raise
 
     def _loop(self, stopped: threading.Event, heartbeat: Heartbeat) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,8 @@ def redis_process(folder: Path, name: str, port: int, *settings: str) -> Iterato
     with (folder / name / "log").open("wb") as log:
         process = subprocess.Popen([*command, *settings], stdout=log, stderr=log)
         try:
-            until(lambda: answers(port), f"{name} answers on {port}")
+            until(lambda: answers(port) or process.poll() is not None, f"{name} answers on {port}")
+            assert process.poll() is None, (folder / name / "log").read_text()
             yield process.pid
         finally:
             process.kill()
@@ -52,10 +54,12 @@ def answers(port: int) -> bool:
 
 
 def free_pair() -> int:
-    """A free port whose port of the cluster's bus, 10,000 above it, exists too."""
-    while (port := processes.free_port()) > 55_000:
-        pass
-    return port
+    """A free port whose port of the cluster's bus, 10,000 above it, is free too."""
+    while True:
+        port = processes.free_port()
+        with socket.socket() as bus, contextlib.suppress(OSError, OverflowError):
+            bus.bind(("127.0.0.1", port + 10_000))
+            return port
 
 
 _Connection: Any = redis.Connection
