@@ -56,6 +56,13 @@ def serve(
             "--keep-alive",
         ),
     ] = None,
+    shadow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION",
+            help="Also compute each request with this version, for --log-answers: an alias, a number or latest.",
+        ),
+    ] = None,
     log_answers: Annotated[
         str,
         typer.Option(metavar="TOPIC", help="Send every answer, with its version and id, to this Kafka topic."),
@@ -94,6 +101,8 @@ def serve(
         raise typer.BadParameter("--page-port: expected --processes 1; doll dashboard --model-server shows several")
     if log_records and not log_answers:
         raise typer.BadParameter("--log-records: expected --log-answers TOPIC, the topic for them")
+    if shadow is not None and (not log_answers or log_records):
+        raise typer.BadParameter("--shadow: expected --log-answers TOPIC for its answers, without --log-records")
     require("doll serve", "serve")
     from doll.serving.main import ServedJob, ServeOptions, run_serve
 
@@ -104,7 +113,7 @@ def serve(
         row_bytes=round(row_memory_mb * _MB),
         time_limit_s=10.0 if timeout_s is None else timeout_s,
         keep_alive_s=75.0 if keep_alive_s is None else keep_alive_s, log_topic=log_answers,
-        log_records=log_records, token_file=token_file,
+        log_records=log_records, shadow="" if shadow is None else _plain(shadow), token_file=token_file,
     )  # fmt: skip
     served = ServedJob(target.config, target.run.path, lambda: _services(target), lambda: _has_ended(target))
     path = f"/v2/models/{options.name}"

@@ -85,16 +85,20 @@ class AnswerLog:
         self._publisher.close()
         self._publisher.discard()  # answers not acknowledged by now are counted as dropped
 
-    def write(self, request_id: str, version: ServedVersion, answer: Any, records: Sequence[bytes] = ()) -> None:
+    def write(
+        self, request_id: str, version: ServedVersion, answer: Any, records: Sequence[bytes] = (), *,
+        probability: float = 1.0,
+    ) -> None:  # fmt: skip
         """Log an answer.
 
         Args:
             answer: predictions, or outputs by name, as values that JSON can represent.
             records: the records of the request; none: it had tensors.
+            probability: that with which this version was chosen for the request; 0: its user got another answer.
         """
         facts = {
             "id": request_id, "time_s": time.time(), "model": self._model, "version": version.place.version,
-            "term": version.place.term,
+            "term": version.place.term, "probability": probability,
         }  # fmt: skip
         if not self._each_record:
             self._send(request_id, msgspec.json.encode({**facts, "answer": answer}))

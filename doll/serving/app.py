@@ -34,6 +34,7 @@ from doll.serving.metrics import CONTENT_TYPE, ServeMetrics
 from doll.serving.model_copies import Lane, ServedVersion
 from doll.serving.predictor import Answer
 from doll.serving.protocol import LENGTH_HEADER, OutputTensor, decode_request, encode_answer
+from doll.serving.shadow import Shadow
 from doll.serving.tensors import Features, Signature
 from doll.task import trees
 from doll.task.base import Task, described
@@ -66,9 +67,11 @@ class ServeRequest(Request):
 
     Attributes:
         held_bytes: bytes of its body that are in memory.
+        after: called when the answer has been sent.
     """
 
     held_bytes = 0
+    after: Callable[[], object] | None = None
 
     @cached_property
     def _header_values(self) -> dict[bytes, bytes]:
@@ -91,19 +94,21 @@ class ServeApp:
         max_body_bytes: maximum size of a request body.
         time_limit_s: time limit of the batcher in seconds, for error messages.
         answers: log of the answers. None: answers are not logged.
+        shadow: computes each request with another version too, for the log. None: there is none.
         access: checks which clients may send requests.
     """
 
     def __init__(
         self, task: Task, signature: Signature, lanes: Sequence[Lane], batcher: Batcher, metrics: ServeMetrics, *,
         name: str, newest_samples: Callable[[], int], max_body_bytes: int, time_limit_s: float,
-        access: ServerAccess, answers: AnswerLog | None = None,
+        access: ServerAccess, answers: AnswerLog | None = None, shadow: Shadow | None = None,
     ) -> None:  # fmt: skip
         self._task = task
         self._signature = signature
         self._lanes = lanes
         self._shares = [lane.share for lane in lanes]
         self._answers = answers
+        self._shadow = shadow
         self._batcher = batcher
         self._metrics = metrics
         self._name = name
@@ -142,6 +147,8 @@ class ServeApp:
             self._held_bytes -= request.held_bytes
         await reply(scope, receive, send)
         self._metrics.answered(reply.status_code, time.perf_counter() - started_s)
+        if request.after is not None:
+            request.after()
 
     def _found(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]]:
         """Return the endpoint for a request, and the parameters in its path."""
@@ -177,14 +184,14 @@ class ServeApp:
     async def _infer(self, request: ServeRequest) -> Response:
         lane = self._lane(request)
         wanted, tensors = decode_request(await self._body(request), request.header(_LENGTH) or None)
-        answer = await self._computed(lane, self._signature.of_tensors(tensors))
+        features = self._signature.of_tensors(tensors)
+        answer = await self._computed(lane, features)
         self._require_version(request, lane, answer)
         outputs = list(map(OutputTensor, trees.dotted_names("output", answer.structure), answer.leaves))
         version = str(answer.version.place.version)
         if self._answers is not None:
             wanted.id = wanted.id or _new_id()
-            content = {output.name: output.array.tolist() for output in outputs}
-            self._answers.write(wanted.id, answer.version, content)
+            self._log(request, lane, wanted.id, answer, features, _tensors_of(answer), _tensors_of)
         data, length = encode_answer(wanted, self._name, version, outputs, self._facts(lane, answer.version))
         if length is None:
             return Response(data, media_type=_JSON)
@@ -199,9 +206,30 @@ class ServeApp:
         content = {"model": self._name, "version": answer.version.place.version, "predictions": predictions}
         if self._answers is not None:
             request_id = request.header(b"x-request-id")[:_LONGEST_ID] or _new_id()
-            self._answers.write(request_id, answer.version, predictions, records)
+            count = features.num_samples
+            self._log(
+                request, lane, request_id, answer, features, predictions,
+                lambda other: _rows(self._predicted(other), count), records,
+            )  # fmt: skip
             content["id"] = request_id
         return _json(content | self._facts(lane, answer.version))
+
+    def _log(
+        self, request: ServeRequest, lane: Lane, request_id: str, answer: Answer, features: Features,
+        content: Any, content_of: Callable[[Answer], Any], records: Sequence[bytes] = (),
+    ) -> None:  # fmt: skip
+        """Log an answer, and that of the shadow's version after the user has this one. `content_of` returns what is
+        logged of an answer."""
+        log_of_answers = self._answers
+        assert log_of_answers is not None
+        named = request.path_params.get("version") is not None or len(self._lanes) == 1
+        probability = 1.0 if named else lane.share / sum(self._shares)
+        log_of_answers.write(request_id, answer.version, content, records, probability=probability)
+        if (shadow := self._shadow) is not None:
+            request.after = lambda: shadow.send(
+                features,
+                lambda other: log_of_answers.write(request_id, other.version, content_of(other), probability=0.0),
+            )
 
     def _features(self, record: bytes) -> Any:
         try:
@@ -345,6 +373,11 @@ async def _discard(receive: Receive) -> None:
 def _names_this_machine(host: str) -> bool:
     """Return whether a `Host` header names this machine. A page of a foreign web site would send another name."""
     return not host or is_loopback(host_name(host))
+
+
+def _tensors_of(answer: Answer) -> dict[str, Any]:
+    names = trees.dotted_names("output", answer.structure)
+    return {name: leaf.tolist() for name, leaf in zip(names, answer.leaves, strict=True)}
 
 
 def _new_id() -> str:

@@ -87,12 +87,13 @@ class Batcher:
         num_here: returns the number of unanswered requests of this process, including the submitted one and requests
             that have arrived in the same round of the event loop.
         on_batch: called with the number of samples of a batch and the seconds that it took.
+        is_inline: whether short batches may be computed on the thread of the event loop.
     """
 
     def __init__(
         self, compute: Compute, executor: Executor, *, max_samples: int, max_waiting: int, time_limit_s: float,
         num_here: Callable[[], int] = lambda: 2,
-        on_batch: Callable[[int, float], object] = lambda samples, seconds: None,
+        on_batch: Callable[[int, float], object] = lambda samples, seconds: None, is_inline: bool = True,
     ) -> None:  # fmt: skip
         self._compute = compute
         self._executor = executor
@@ -101,6 +102,7 @@ class Batcher:
         self._time_limit_s = time_limit_s
         self._num_here = num_here
         self._on_batch = on_batch
+        self._is_inline = is_inline
         self._queues: dict[tuple[Lane, Any], deque[_Waiting]] = {}
         self._is_busy = False
         self._batch: list[_Waiting] = []  # the batch that is being computed
@@ -116,7 +118,7 @@ class Batcher:
             LookupError: no version has been read yet.
             TimeoutError: the time limit has passed.
         """
-        is_alone = not self._is_busy and self._num_here() == 1
+        is_alone = self._is_inline and not self._is_busy and self._num_here() == 1
         if is_alone and self._times.were_short and features.num_samples <= self._max_samples:
             return self._alone(lane, features)
         if self.num_waiting >= self._max_waiting:
@@ -155,7 +157,7 @@ class Batcher:
         self._batch = batch
         features = [waiting.features for waiting in batch]
         is_usual = sum(item.num_samples for item in features) <= self._max_samples
-        if is_usual and self._times.are_short():
+        if self._is_inline and is_usual and self._times.are_short():
             self._finish(loop, batch, *self._timed(lane, features), here=True)
         else:
             future = loop.run_in_executor(self._executor, self._timed, lane, features)

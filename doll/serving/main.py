@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +53,7 @@ from doll.serving.batcher import Batcher
 from doll.serving.metrics import ServeMetrics
 from doll.serving.model_copies import Lane, ModelCopies
 from doll.serving.predictor import Predictor
+from doll.serving.shadow import Shadow, low_priority_executor
 from doll.serving.tensors import Signature
 from doll.serving.version_loader import VersionLoader
 from doll.task.base import load_task
@@ -75,6 +76,7 @@ class ServeOptions:
 
     Attributes:
         wanted: percentage of requests for each version; a key is a number, an alias, or `latest`.
+        shadow: version that also computes each request, without any effect on its user; "": none.
         name: name of the model.
         max_batch: maximum number of samples in a batch.
         max_queue: maximum number of waiting requests, in each process.
@@ -99,6 +101,7 @@ class ServeOptions:
     time_limit_s: float = 10.0
     keep_alive_s: float = KEEP_ALIVE_S
     grace_s: float = 10.0
+    shadow: str = ""
     log_topic: str = ""
     log_records: bool = False
     token_file: Path | None = None
@@ -168,6 +171,9 @@ def serve_here(
     task = load_task(config)
     signature = Signature(task)
     lanes = [Lane(name, share) for name, share in options.wanted.items()]
+    shadow_lane = Lane(options.shadow, 0.0) if options.shadow else None
+    users_lanes = tuple(lanes)
+    lanes += [] if shadow_lane is None else [shadow_lane]
     copies = ModelCopies(partial(build, config, task, with_rows=False), lanes)
     predictor = Predictor(task, signature, copies, options.max_batch)
     loader = VersionLoader(
@@ -190,10 +196,18 @@ def serve_here(
             time_limit_s=options.time_limit_s, num_here=lambda: len(server.server_state.tasks),
             on_batch=metrics.computed,
         )  # fmt: skip
+        shadow = None
+        if shadow_lane is not None:
+            shadow = Shadow(
+                shadow_lane, Predictor(task, signature, copies, options.max_batch).answer,
+                opened.enter_context(low_priority_executor()), max_samples=options.max_batch,
+                on_answered=partial(metrics.count, "shadow_answers"),
+                on_skipped=partial(metrics.count, "skipped_shadow_answers"),
+            )  # fmt: skip
         app = ServeApp(
-            task, signature, copies.lanes, batcher, metrics, name=options.name,
+            task, signature, users_lanes, batcher, metrics, name=options.name,
             newest_samples=lambda: loader.newest_samples, max_body_bytes=options.max_body_bytes,
-            time_limit_s=options.time_limit_s, access=access, answers=answers,
+            time_limit_s=options.time_limit_s, access=access, answers=answers, shadow=shadow,
         )  # fmt: skip
         uvicorn_config = uvicorn.Config(
             app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
@@ -207,18 +221,19 @@ def serve_here(
             metrics.observe(copies, loader.newest_samples, batcher.num_waiting, loader.row_bytes)
             if heartbeat is not None:
                 heartbeat.beat("loop")
-                missing = [f"version {lane.wanted}: {lane.problem}" for lane in copies.lanes if lane.copy is None]
+                missing = [f"version {lane.wanted}: {lane.problem}" for lane in users_lanes if lane.copy is None]
                 heartbeat.set_waiting_for("; ".join(missing))
 
         if heartbeat is not None:
             heartbeat.expect("loop")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve_until(server, listener, stop, observe, batcher, options.time_limit_s))
+            batchers = [batcher] if shadow is None else [batcher, shadow.batcher]
+            runner.run(_serve_until(server, listener, stop, observe, batchers, options.time_limit_s))
 
 
 async def _serve_until(
     server: BoundedServer, listener: socket.socket, stop: threading.Event, observe: Callable[[], None],
-    batcher: Batcher, time_limit_s: float,
+    batchers: Sequence[Batcher], time_limit_s: float,
 ) -> None:  # fmt: skip
     """Serve until `stop` is set, then answer the requests that have begun."""
 
@@ -233,7 +248,8 @@ async def _serve_until(
 
     async def expire() -> None:
         while True:
-            batcher.expire()
+            for batcher in batchers:
+                batcher.expire()
             await asyncio.sleep(_LOOK_S)
 
     tasks = [asyncio.create_task(each) for each in (watch(), expire(), server.close_idle(time_limit_s))]

@@ -27,6 +27,8 @@ _COUNTS: Final = {
     "compute_seconds": "Time in which batches were computed.", "swaps": "Versions that took the place of another one.",
     "logged_answers": "Answers that stand in the topic of --log-answers.",
     "unlogged_answers": "Answers that Kafka did not take.",
+    "shadow_answers": "Requests that the version of --shadow has computed too.",
+    "skipped_shadow_answers": "Requests that it has not computed: too many waited, or it failed.",
 }  # fmt: skip
 _GAUGES: Final = {
     "version": "Version that answers requests.", "version_age_seconds": "Time since its update.",
@@ -72,7 +74,10 @@ class ServeMetrics(Collector):
         self._own[_COLUMNS["batches"]] += 1
         self._own[_COLUMNS["compute_seconds"]] += seconds
 
-    def count(self, name: Literal["swaps", "logged_answers", "unlogged_answers"]) -> None:
+    def count(
+        self,
+        name: Literal["swaps", "logged_answers", "unlogged_answers", "shadow_answers", "skipped_shadow_answers"],
+    ) -> None:
         """Increase the counter of this name by one."""
         self._own[_COLUMNS[name]] += 1
 

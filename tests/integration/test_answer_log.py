@@ -132,6 +132,28 @@ def test_what_was_served_is_the_features_of_a_join(
     assert samples["third"]["x"] == [5, 6]
 
 
+def test_a_shadow_computes_each_request_after_its_user_has_the_answer(
+    tmp_path: Path, broker: LocalKafka, topic: str
+) -> None:
+    with ServingRig(tmp_path, wanted={"1": 100.0}, shadow="latest", log_topic=topic) as rig:
+        rig.services = dataclasses.replace(rig.services, kafka=broker.address)
+        rig.save(1)
+        rig.save(2)
+        rig.start()
+        until(lambda: counted(rig, "swaps") == 2, "the version of the shadow")
+        assert rig.infer([[1, 2]], id="first")[1]["model_version"] == "1"
+        answer = json.loads(rig.request("POST", "/predict", b'{"x": [3, 4]}', {"X-Request-Id": "second"})[2])
+        assert answer["version"] == 1
+        assert rig.infer(version="latest")[0] == 404, "users never get it"
+        until(lambda: counted(rig, "logged_answers") == 4, "all to be logged")
+        assert (counted(rig, "shadow_answers"), counted(rig, "skipped_shadow_answers")) == (2, 0)
+    records = {(key, record["version"]): record for key, record in logged(broker.address, topic)}
+    assert records.keys() == {("first", 1), ("first", 2), ("second", 1), ("second", 2)}
+    assert records["first", 1]["answer"] == {"output": [output_of(1, [[1, 2]])]}
+    assert records["first", 2]["answer"] == {"output": [output_of(2, [[1, 2]])]}
+    assert [records["second", version]["probability"] for version in (1, 2)] == [1.0, 0.0]
+
+
 def test_requests_go_on_while_kafka_is_away_and_what_is_not_logged_is_counted(
     rig: ServingRig, topic: str, broker: LocalKafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
