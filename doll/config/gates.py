@@ -32,20 +32,20 @@ class GatesConfig(Section):
 
     alias: str = Field(default="stable", pattern=r"^[a-z][a-z0-9_-]{0,62}$")
     """the alias that moves"""
-    metrics: dict[str, MetricGate] = Field(default={"loss": MetricGateConfig()}, max_length=100)
-    """held-out metrics by name, such as loss, auc or auc[0] (a segment), each with its margin. A version fails if it is
+    metrics: dict[str, MetricGate] = Field(default_factory=lambda: {"loss": MetricGateConfig()}, max_length=100)
+    """held-out metrics by name, such as loss, auc or auc[0] (a segment), each with its margin [{loss: 0}]. A version fails if it is
     worse than the alias's version by more than the margin, beyond the noise of the samples"""
     confidence: float = Field(default=0.99, gt=0.5, le=0.999999)
     """how certain it must be that a version is worse, over all metrics together: 1 - confidence of the versions that
     are as good are held back"""
-    max_step: PositiveFloat | None = Field(default=10.0, ge=1)
+    max_step: Annotated[float, Field(ge=1)] | None = 10.0
     """a version fails if a tensor has moved this many times as far as usual; null: not checked"""
     max_shift: PositiveFloat | None = None
     """largest population stability index between the model's outputs and those of the alias's version; 0.25 is a large
     shift; null: not checked"""
-    max_slowdown: PositiveFloat | None = Field(default=3.0, ge=1)
+    max_slowdown: Annotated[float, Field(ge=1)] | None = 3.0
     """a version fails if its answers take this many times as long; null: not checked"""
-    max_growth: PositiveFloat | None = Field(default=2.0, ge=1)
+    max_growth: Annotated[float, Field(ge=1)] | None = 2.0
     """a version fails if its checkpoint is this many times as large; null: not checked"""
     max_event_age_s: PositiveFloat | None = Field(default=None, le=LONGEST_S)
     """a version fails if the newest event that it has learned is older than this (needs freshness.time); null: not
