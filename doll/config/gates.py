@@ -32,9 +32,9 @@ class GatesConfig(Section):
 
     alias: str = Field(default="stable", pattern=r"^[a-z][a-z0-9_-]{0,62}$")
     """the alias that moves"""
-    metrics: dict[str, MetricGate] = Field(default_factory=lambda: {"loss": MetricGateConfig()}, max_length=100)
-    """held-out metrics by name, such as loss, auc or auc[0] (a segment), each with its margin [{loss: 0}]. A version fails if it is
-    worse than the alias's version by more than the margin, beyond the noise of the samples"""
+    metrics: dict[str, MetricGate] = Field(default={}, max_length=100)
+    """held-out metrics by name, such as loss, auc or auc[0] (a segment), each with its margin [loss: 0]. A version
+    fails if it is worse than the alias's version by more than the margin, beyond the noise of the samples"""
     confidence: float = Field(default=0.99, gt=0.5, le=0.999999)
     """how certain it must be that a version is worse, over all metrics together: 1 - confidence of the versions that
     are as good are held back"""
@@ -62,9 +62,14 @@ class GatesConfig(Section):
             raise ValueError(f"metrics.{unknown[0]}: expected better: lower, higher or one")
         return self
 
+    @property
+    def gated(self) -> dict[str, MetricGateConfig]:
+        """The metrics that are checked."""
+        return self.metrics or {"loss": MetricGateConfig()}
+
     def better(self, metric: str) -> Literal["lower", "higher", "one"]:
         """Return which values of a metric are better."""
-        known = self.metrics[metric].better or direction_of(metric)
+        known = self.gated[metric].better or direction_of(metric)
         assert known is not None
         return known
 

@@ -91,11 +91,11 @@ class Judge:
         """Return the checks of the answers to held-out samples."""
         config, checks = self._config, []
         values = candidate.metrics()
-        for name in config.metrics:
+        for name in config.gated:
             if candidate.blocks and not math.isfinite(values.get(name, math.nan)):
                 checks.append(Check(name, False, "not a finite number" if name in values else "the task has none"))
         if stable is not None:
-            named = [name for name in config.metrics if math.isfinite(values.get(name, math.nan))]
+            named = [name for name in config.gated if math.isfinite(values.get(name, math.nan))]
             level = 1.0 - (1.0 - config.confidence) / max(1, len(named))
             checks += [self._metric(name, candidate, stable, level) for name in named]
             if config.max_shift is not None and candidate.outputs:
@@ -127,7 +127,7 @@ class Judge:
         return Check("step", worst <= most, text)
 
     def _metric(self, name: str, candidate: Measured, stable: Measured, level: float) -> Check:
-        better, margin = self._config.better(name), self._config.metrics[name].margin
+        better, margin = self._config.better(name), self._config.gated[name].margin
         new, old = _Metric(name, candidate.blocks), _Metric(name, stable.blocks)
         worse: Callable[[float, float], float] = {
             "lower": lambda a, b: a - b, "higher": lambda a, b: b - a, "one": lambda a, b: abs(a - 1) - abs(b - 1),
