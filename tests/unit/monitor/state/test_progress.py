@@ -467,3 +467,14 @@ def test_a_model_that_diverges_is_named_before_dead_letters_and_workers() -> Non
     assert stall.startswith(f"{now} (no update can be made")
     assert dead.startswith(f"{now} (9 ")
     assert ProgressModel(job(), 0.0).explained("a worker has ended") == "a worker has ended"
+
+
+def test_a_version_that_gates_hold_back_is_an_event_and_changes_no_measured_value() -> None:
+    model = ProgressModel(job(), started_s=0.0)
+    model.feed(Metric(source="evaluator", values={"loss": 0.5, "version": 6.0, "term": 1.0}, time_s=1.0))
+    checks = {"gate_passed_finite": 1.0, "gate_passed_auc": 0.0, "gate_passed_auc[0]": 0.0}
+    for version, passed in ((7.0, 0.0), (8.0, 1.0)):
+        values = {"gate_version": version, "gate_passed": passed, **checks}
+        model.feed(Metric(source="evaluator", values=values, time_s=2.0))
+    assert [text for _, text in model.all_events] == ["version 7 was held back: auc, auc[0] (doll versions show)"]
+    assert model.metric("evaluator", "loss") == 0.5
