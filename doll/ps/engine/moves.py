@@ -129,8 +129,11 @@ class Moves:
 
     @property
     def waits_for_held(self) -> bool:
-        """Return whether a partition would move if its held gradients were in the model."""
-        return any(self._partitions[number].held for number in self.frozen)
+        """Whether a partition would move if held gradients were in the model: its own, or others of its worker. Only
+        with a new version the worker is asked for what it holds back."""
+        return any(
+            self._partitions[number].held or not self._settling.is_whole(self._owners[number]) for number in self.frozen
+        )
 
     def scale(self, num_workers: int, released: frozenset[int], now: float) -> list[int]:
         """Plan few moves, after which only the first `num_workers` workers except the released ones serve partitions.

@@ -5,13 +5,23 @@ from __future__ import annotations
 import pytest
 from access_counts import CountingList
 from doll.ps.engine.engine import Engine
-from doll.ps.engine.events import CheckpointStored, DropGradient, GradientFetched, SendHello, StoreCheckpoint, Tick
+from doll.ps.engine.events import (
+    CheckpointStored,
+    DropGradient,
+    FetchGradient,
+    GradientFetched,
+    SendHello,
+    StoreCheckpoint,
+    Tick,
+)
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy
 from doll.ps.policies.doll import Doll, RecentDoll
-from doll.records.control import Alive, Announce, BatchRange, Grant, Join, Leave, Scale, Welcome
+from doll.ps.policies.isp import Isp
+from doll.records.control import Alive, Announce, BatchRange, Grant, Join, Leave, Push, Scale, Settle, Welcome
 from engine_invariants import check_engine
+from msgspec import structs
 from pushes import answer
 
 
@@ -95,6 +105,34 @@ def test_a_held_gradient_keeps_a_worker_no_longer_than_a_round_may_be_dry() -> N
             assert (owned(engine), engine.version) == ([[0], [1]], 0), "another batch may come"
     check_engine(engine)
     assert (owned(engine), engine.version, engine.batches_total) == ([[0, 1], []], 1, 1)
+
+
+def test_a_part_held_back_of_another_partition_keeps_a_worker_no_longer_than_a_round_may_be_dry() -> None:
+    """The gradient of partition 0 waits for worker 1, which has no records; partition 2 is to move meanwhile, and needs
+    the part that its worker holds back."""
+    engine = engine_of(num_workers=2, max_workers=3, partitions=3, policy=Isp())
+    session = join(engine, 0).session
+    join(engine, 1)
+    actions = engine.handle(Announce(worker=0, session=session, runs=(BatchRange(0, 0, 1),)), 0.0)
+    (grant,) = [action for action in actions if isinstance(action, Grant)]
+    engine.handle(structs.replace(answer(grant, 1, "gradient"), holds_back=True), 0.0)
+    engine.handle(GradientFetched(grant.grant_ids[0]), 0.0)
+    join(engine, 2)
+    engine.handle(Scale(workers=3, run_id="run"), 1.0)
+    engine.handle(CheckpointStored(version=0), 1.0)
+    (moving,) = engine.moves.targets
+    asked = []
+    for now in range(2, 19):
+        for worker in (0, 1, 2):
+            alive = Alive(worker=worker, session=engine.worker(worker).session)
+            asked += [action for action in engine.handle(alive, now) if isinstance(action, Settle)]
+    assert (moving, engine.version) == (2, 1), "the round has ended"
+    assert asked[0].until == 1
+    rest = Push(worker=0, session=session, term=1, version=1, key="rest", batches=(), settles=1)
+    (fetch,) = [action for action in engine.handle(rest, 19.0) if isinstance(action, FetchGradient)]
+    engine.handle(GradientFetched(fetch.grant_id), 19.0)
+    assert owned(engine) == [[0], [1], [2]]
+    check_engine(engine)
 
 
 def test_a_number_is_kept_once_a_checkpoint_has_it() -> None:
