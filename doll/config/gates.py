@@ -9,21 +9,21 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, mo
 from doll.config.section import LONGEST_S, Section
 
 
-def _as_margin(value: Any) -> Any:
-    return {"margin": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+def _as_tolerance(value: Any) -> Any:
+    return {"tolerance": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 class MetricGateConfig(Section):
-    """How much worse than the alias's version a version may be in a metric. A number is the margin."""
+    """How much worse than the alias's version a version may be in a metric. A number is the tolerance."""
 
-    margin: NonNegativeFloat = 0.0
+    tolerance: NonNegativeFloat = 0.0
     """the largest difference that is accepted"""
     better: Literal["lower", "higher", "one"] | None = None
     """which values are better; one: those near 1, as of a calibration; default: known for the metrics of doll.metrics,
     loss and accuracy"""
 
 
-MetricGate = Annotated[MetricGateConfig, BeforeValidator(_as_margin)]
+MetricGate = Annotated[MetricGateConfig, BeforeValidator(_as_tolerance)]
 
 
 class GatesConfig(Section):
@@ -33,11 +33,10 @@ class GatesConfig(Section):
     alias: str = Field(default="stable", pattern=r"^[a-z][a-z0-9_-]{0,62}$")
     """the alias that moves"""
     metrics: dict[str, MetricGate] = Field(default={}, max_length=100)
-    """held-out metrics by name, such as loss, auc or auc[0] (a segment), each with its margin [loss: 0]. A version
-    fails if it is worse than the alias's version by more than the margin, beyond the noise of the samples"""
-    confidence: float = Field(default=0.99, gt=0.5, le=0.999999)
-    """how certain it must be that a version is worse, over all metrics together: 1 - confidence of the versions that
-    are as good are held back"""
+    """held-out metrics by name, such as loss, auc or auc[0] (a segment), each with its tolerance [loss: 0]. A version
+    fails if it is worse than the alias's version by more than the tolerance, beyond the noise of the samples"""
+    held_back_share: float = Field(default=0.01, gt=0, lt=0.5)
+    """share of the versions that are held back although they are as good as the alias's, over all metrics together"""
     max_step: Annotated[float, Field(ge=1)] | None = 10.0
     """a version fails if a tensor has moved this many times as far as usual; null: not checked"""
     max_shift: PositiveFloat | None = None

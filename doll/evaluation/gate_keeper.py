@@ -98,12 +98,12 @@ class GateKeeper:
 
     def _weights(self, item: StoredVersion) -> StoredWeights:
         average = self._config.training.evaluates_average
-        found = newest_weights(
+        weights = newest_weights(
             self._config, self._run_folder, self._model, version=item.version, average=average, in_place=True
         )
-        if found is None:
+        if weights is None:
             raise VersionUnknownError(f"version {item.version} was deleted while it was read")
-        return found
+        return weights
 
     def _measured(
         self, item: StoredVersion, weights: StoredWeights, stable: tuple[Measured, StoredWeights] | None, *,

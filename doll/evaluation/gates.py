@@ -24,6 +24,7 @@ from doll.theory.comparison import t_quantile
 MAX_BLOCKS: Final = 20
 _OUTPUT_BINS: Final = 10
 _LEAST_SHARE: Final = 1e-4  # of a bin without outputs
+_LEAST_ERROR: Final = 1e-9  # six standard errors: nobody knows tails beyond them
 _USUAL_STEPS: Final = 3  # known steps before a step can be unusual
 
 
@@ -37,7 +38,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured of a version.
+    """The measured facts of a version.
 
     Attributes:
         updates: number of updates that it has learned.
@@ -96,7 +97,7 @@ class Judge:
                 checks.append(Check(name, False, "not a finite number" if name in values else "the task has none"))
         if stable is not None:
             named = [name for name in config.gated if math.isfinite(values.get(name, math.nan))]
-            level = 1.0 - (1.0 - config.confidence) / max(1, len(named))
+            level = 1.0 - max(config.held_back_share / max(1, len(named)), _LEAST_ERROR)
             checks += [self._metric(name, candidate, stable, level) for name in named]
             if config.max_shift is not None and candidate.outputs:
                 shift = max(_shift(values, stable.outputs[name]) for name, values in candidate.outputs.items())
@@ -127,7 +128,7 @@ class Judge:
         return Check("step", worst <= most, text)
 
     def _metric(self, name: str, candidate: Measured, stable: Measured, level: float) -> Check:
-        better, margin = self._config.better(name), self._config.gated[name].margin
+        better, tolerance = self._config.better(name), self._config.gated[name].tolerance
         new, old = _Metric(name, candidate.blocks), _Metric(name, stable.blocks)
         worse: Callable[[float, float], float] = {
             "lower": lambda a, b: a - b, "higher": lambda a, b: b - a, "one": lambda a, b: abs(a - 1) - abs(b - 1),
@@ -137,7 +138,7 @@ class Judge:
         error = jackknife_error(parts)
         noise = t_quantile(level, len(parts) - 1) * error if len(parts) > 1 else 0.0
         text = f"{new.whole:.4g}, version {stable.version} has {old.whole:.4g}: {difference:+.3g} worse ± {noise:.2g}"
-        return Check(name, not difference - noise > margin, text)
+        return Check(name, not difference - noise > tolerance, text)
 
 
 class _Metric:

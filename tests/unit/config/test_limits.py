@@ -31,6 +31,7 @@ EXTREMES = (
 BESIDE: dict[str, dict[str, Any]] = {
     "at_least": {"metric": "auc"},
     "at_most": {"metric": "auc"},
+    "tolerance": {"better": "lower"},
     "min_count": {"max_rows": 1000},
     "ttl_updates": {"max_rows": 1000},
     "version": {"registry": "http://host", "subject": "clicks"},
@@ -48,7 +49,7 @@ COMPARED = (
     "data.join.window_s", "data.join.lateness_s", "data.join.late_window_s", "data.join.early_after_s",
     "data.join.max_ahead_s", "checkpoint.every_event_s", "freshness.event_to_learned_s", "freshness.event_to_durable_s",
     "freshness.event_to_served_s", "freshness.max_ahead_s",
-    "source.handover.overlap_s",
+    "source.handover.overlap_s", "versions.gates.max_event_age_s", "versions.gates.min_interval_s",
 )  # fmt: skip
 JOIN: dict[str, Any] = {
     "features": {"topic": "f"}, "labels": [{"topic": "l", "name": "y"}], "window_s": 1e9, "on_late": "correct",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 from doll.config import JobConfig, load
 from doll.errors import CheckpointError
 from doll.evaluation.evaluator import Evaluator
+from doll.ledger.snapshot_counts import SnapshotCounts
 from doll.model.flat_model import build, fingerprint
 from doll.monitor.views.versions import version_text, versions_table
 from doll.run.folder import RunFolder
@@ -67,7 +69,8 @@ class Rig:
         (folder / "line.py").write_text(TASK)
         (folder / "job.yaml").write_text(JOB)
         self.config: JobConfig = load(folder / "job.yaml")
-        self.target = Target(self.config, RunFolder(folder), False, folder / "job.yaml")
+        self.target = Target(self.config, RunFolder(folder), True, folder / "job.yaml")
+        self.target.run.report.write_text("{}")  # of a run that has ended: its records are in its folder
         self.store = open_store(self.config, folder)
         self.fingerprint = fingerprint(self.config, build(self.config, load_task(self.config)))
         self.folder = folder
@@ -80,9 +83,12 @@ class Rig:
     def save(self, version: int, *weights: float) -> None:
         values: npt.NDArray[np.float32] = np.array([*weights, 0.0][:3], np.float32)
         tensors = {"weights": values}
+        state = msgspec.msgpack.encode(
+            SnapshotCounts(version=version, applied=(version,), origins=(0,), records_per_batch=1)
+        )
         self.store.save(
             Checkpoint(
-                job="j", fingerprint=self.fingerprint, term=self.term, version=version, state=b"", tensors=tensors
+                job="j", fingerprint=self.fingerprint, term=self.term, version=version, state=state, tensors=tensors
             )
         )
 

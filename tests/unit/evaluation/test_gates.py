@@ -138,7 +138,7 @@ def test_which_values_are_better_must_be_known() -> None:
     assert (direction_of("auc[3]"), direction_of("calibration"), direction_of("gini")) == ("higher", "one", None)
     with pytest.raises(ValidationError, match=r"metrics\.gini: expected better: lower, higher or one"):
         GatesConfig.model_validate({"metrics": {"gini": 0.1}})
-    gates = GatesConfig.model_validate({"metrics": {"gini": {"margin": 0.1, "better": "higher"}}})
+    gates = GatesConfig.model_validate({"metrics": {"gini": {"tolerance": 0.1, "better": "higher"}}})
     one, two = (Measured(version=at, blocks=[Block(1.0, {"gini": value}, {})]) for at, value in ((1, 0.5), (2, 0.3)))
     assert not judged(Judge(gates), two, one).passed
     assert judged(Judge(gates), one, two).passed
