@@ -15,7 +15,7 @@ import numpy as np
 
 from doll.config import JobConfig
 from doll.config.gates import GatesConfig
-from doll.errors import VersionUnknownError
+from doll.errors import ConfigError, VersionUnknownError
 from doll.evaluation.gates import Judge, Measured
 from doll.evaluation.heldout import HeldOut
 from doll.evaluation.stored_weights import StoredWeights, newest_weights
@@ -52,7 +52,6 @@ class GateKeeper:
 
         Raises:
             CheckpointError: checkpoints or aliases cannot be read.
-            ConfigError: the task fails on its held-out samples.
         """
         stored = self._store.stored()
         if not stored or stored[-1].key == self._seen:
@@ -128,12 +127,16 @@ class GateKeeper:
         self, facts: Measured, weights: StoredWeights, stable: tuple[Measured, StoredWeights] | None
     ) -> Measured:
         weights.load_into(self._model)
-        if len(self._held_out):
-            blocks, outputs, seconds = self._held_out.blocks(self._model.module)
-            if stable is not None and seconds > 2 * stable[0].answers_s:  # another process may have been busy
-                seconds = min(seconds, self._held_out.blocks(self._model.module)[2])
-            facts = replace(facts, blocks=blocks, outputs=outputs, answers_s=seconds)
-        self._model.restore_buffers()
+        try:
+            if len(self._held_out):
+                blocks, outputs, seconds = self._held_out.blocks(self._model.module)
+                if stable is not None and seconds > 2 * stable[0].answers_s:  # another process may have been busy
+                    seconds = min(seconds, self._held_out.blocks(self._model.module)[2])
+                facts = replace(facts, blocks=blocks, outputs=outputs, answers_s=seconds)
+        except ConfigError as exc:  # metrics may refuse the outputs of a spoiled model
+            return replace(facts, own=str(exc))
+        finally:
+            self._model.restore_buffers()
         try:
             own = self._task.check(facts, None if stable is None else stable[0])
         except Exception as exc:  # the user's code may raise anything

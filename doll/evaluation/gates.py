@@ -134,9 +134,10 @@ class Judge:
             "lower": lambda a, b: a - b, "higher": lambda a, b: b - a, "one": lambda a, b: abs(a - 1) - abs(b - 1),
         }[better]  # fmt: skip
         difference = worse(new.whole, old.whole)
-        parts = [worse(a, b) for a, b in zip(new.without, old.without, strict=True)]
-        error = jackknife_error(parts)
-        noise = t_quantile(level, len(parts) - 1) * error if len(parts) > 1 else 0.0
+        # A task may leave a metric out of some blocks, and not of the same ones for both versions: no pairs then.
+        pairs = zip(new.without, old.without, strict=True) if len(new.without) == len(old.without) else ()
+        parts = [part for a, b in pairs if math.isfinite(part := worse(a, b))]
+        noise = t_quantile(level, len(parts) - 1) * jackknife_error(parts) if len(parts) > 1 else 0.0
         text = f"{new.whole:.4g}, version {stable.version} has {old.whole:.4g}: {difference:+.3g} worse ± {noise:.2g}"
         return Check(name, not difference - noise > tolerance, text)
 
@@ -167,10 +168,8 @@ class _Metric:
 
 def jackknife_error(without: Sequence[float]) -> float:
     """Return the standard error of a statistic from its values without one block each; 0 for fewer than two."""
-    known = np.array([value for value in without if math.isfinite(value)])
-    if len(known) < 2:
-        return 0.0
-    return float(np.sqrt((len(known) - 1) / len(known) * np.sum((known - known.mean()) ** 2)))
+    count, values = len(without), np.array(without)
+    return float(np.sqrt((count - 1) / count * np.sum((values - values.mean()) ** 2))) if count > 1 else 0.0
 
 
 def _names(blocks: Sequence[Block]) -> list[str]:

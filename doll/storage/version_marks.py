@@ -80,7 +80,10 @@ class VersionMarks(msgspec.Struct, frozen=True):
         marks = msgspec.structs.replace(self, verdicts=(*others, verdict))
         # A clock that was set back must not hold the alias for long.
         is_due = not 0 <= verdict.time_s - self.moved_s.get(alias, -math.inf) < min_interval_s
-        if not verdict.passed or not is_due or alias in self.frozen or self.aliases.get(alias) != verdict.against:
+        named = self.aliases.get(alias)
+        if named not in kept:  # somebody has deleted its checkpoint: there was none to compare with
+            named = None
+        if not verdict.passed or not is_due or alias in self.frozen or named != verdict.against:
             return marks
         moved_s = {**self.moved_s, alias: verdict.time_s}
         return msgspec.structs.replace(marks.with_alias(alias, verdict.version), moved_s=moved_s)

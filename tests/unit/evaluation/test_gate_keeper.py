@@ -43,6 +43,8 @@ class Line(Task):
         return (output - target) ** 2
 
     def metrics(self, output, target):
+        if output.abs().max() > 1e6:
+            raise ValueError("no such outputs")
         return {"rmse": metrics.rmse(output, target)}
 
     def decode(self, record):
@@ -120,9 +122,11 @@ def test_the_alias_follows_the_versions_that_pass(rig: Rig) -> None:
     assert "rmse" in worse.text()
     assert rig.judged(4, float("nan"), 0.0).text() == "held back (finite: weight has values that are not finite)"
     assert rig.judged(5, 0.7, -90.0).text().endswith("task: an output below -50)")
+    refused = rig.judged(6, 1e9, 0.0).text()
+    assert "task: Line cannot be evaluated on its own held-out samples: ValueError: no such outputs" in refused
     assert rig.stable == 2, "and it is kept, since it has a name"
-    assert rig.judged(6, 0.9, -0.9).passed
-    assert rig.stable == 6
+    assert rig.judged(7, 0.9, -0.9).passed
+    assert rig.stable == 7
 
 
 def test_a_gate_that_ended_goes_on_and_repeats_no_verdict(rig: Rig) -> None:

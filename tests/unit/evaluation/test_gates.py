@@ -144,6 +144,14 @@ def test_which_values_are_better_must_be_known() -> None:
     assert judged(Judge(gates), one, two).passed
 
 
+def test_metrics_that_are_missing_in_some_blocks_end_no_gate() -> None:
+    gates = GatesConfig.model_validate({"metrics": {"auc": 0.1}})
+    old = [Block(1.0, {"auc": value}, {}) for value in (0.7, 0.8, 0.9)]
+    new = [Block(1.0, {"auc": 0.8}, {}), Block(1.0, {}, {}), Block(1.0, {"auc": 0.8}, {})]
+    assert judged(Judge(gates), Measured(version=2, blocks=new), Measured(version=1, blocks=old)).passed
+    assert judged(Judge(gates), Measured(version=2, blocks=new), Measured(version=1, blocks=[])).passed
+
+
 def verdict(version: int, against: int | None = None, *, passed: bool = True, time_s: float = 0.0) -> Verdict:
     return Verdict(version, against, time_s, passed, (Check("loss", passed, "0.3"),))
 
@@ -169,6 +177,7 @@ def test_a_frozen_or_moved_alias_and_one_that_moved_a_moment_ago_stay() -> None:
     after = by_hand.judged("stable", verdict(4, 3), [2, 3, 4])
     assert (after.aliases, after.reasons) == ({"stable": 2}, {"stable": "4 is wrong"})
     assert after.judged("stable", verdict(5, 2), [2, 5]).reasons == {}
+    assert marks.judged("stable", verdict(9, None), [9]).aliases == {"stable": 9}, "3 was deleted"
     soon = verdict(4, 3, time_s=130.0)
     assert marks.judged("stable", soon, [3, 4], min_interval_s=60.0).aliases == {"stable": 3}
     assert marks.judged("stable", soon, [3, 4], min_interval_s=30.0).aliases == {"stable": 4}
