@@ -60,7 +60,7 @@ _LOOK: Final = 0.03
 class World(worlds.World[Process]):
     """One server at a time, `WORKERS` workers at first and up to `PLACES` later, and what goes wrong between them.
 
-    Partitions are added to the topic, and a server learns of them later: each new server learns of them again. Workers are released.
+    Partitions are added to the topic, and each server learns of them later. Workers are released.
 
     Attributes:
         partitions: of the topic, by now.
