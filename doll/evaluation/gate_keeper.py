@@ -6,10 +6,12 @@ verdict, unless a person has moved it. A gate that ends in between repeats the v
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -26,6 +28,8 @@ from doll.task.base import Task
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
+
+_TIMED_AGAIN: Final = 5  # a version that is slow is measured again, in turn with the alias's
 
 
 class GateKeeper:
@@ -89,6 +93,8 @@ class GateKeeper:
         checks = self._judge.weights(candidate, known, now_s)
         if all(check.passed for check in checks):  # the others cost a pass over the held-out samples
             candidate = self._measured(newest, weights, self._stable, with_answers=True)
+            if known is not None and self._judge.is_slow(candidate, known):
+                candidate, known = self._timed_again(candidate, weights)
             checks += self._judge.answers(candidate, known)
         verdict = self._judge.verdict(candidate, known, checks, now_s)
         if verdict.passed:
@@ -123,6 +129,27 @@ class GateKeeper:
         )  # fmt: skip
         return self._answered(facts, weights, stable) if with_answers else facts
 
+    def _timed_again(self, candidate: Measured, weights: StoredWeights) -> tuple[Measured, Measured]:
+        """Return both versions with the shortest of a few times that were taken in turn. Stable's first time is of
+        another minute, and other processes of the machine make single times long."""
+        assert self._stable is not None
+        known, stable_weights = self._stable
+        old_s = new_s = math.inf
+        for _ in range(_TIMED_AGAIN):
+            old_s, new_s = min(old_s, self._answers_s(stable_weights)), min(new_s, self._answers_s(weights))
+            known, candidate = replace(known, answers_s=old_s), replace(candidate, answers_s=new_s)
+            if not self._judge.is_slow(candidate, known):
+                break
+        self._stable = known, stable_weights
+        return candidate, known
+
+    def _answers_s(self, weights: StoredWeights) -> float:
+        weights.load_into(self._model)
+        try:
+            return self._held_out.blocks(self._model.module)[2]
+        finally:
+            self._model.restore_buffers()
+
     def _answered(
         self, facts: Measured, weights: StoredWeights, stable: tuple[Measured, StoredWeights] | None
     ) -> Measured:
@@ -130,8 +157,6 @@ class GateKeeper:
         try:
             if len(self._held_out):
                 blocks, outputs, seconds = self._held_out.blocks(self._model.module)
-                if stable is not None and seconds > 2 * stable[0].answers_s:  # another process may have been busy
-                    seconds = min(seconds, self._held_out.blocks(self._model.module)[2])
                 facts = replace(facts, blocks=blocks, outputs=outputs, answers_s=seconds)
         except ConfigError as exc:  # metrics may refuse the outputs of a spoiled model
             return replace(facts, own=str(exc))

@@ -104,9 +104,14 @@ class Judge:
                 checks.append(Check("answers", shift <= config.max_shift, f"stability index {shift:.3g}"))
             if config.max_slowdown is not None and stable.answers_s > 0:
                 slowdown = candidate.answers_s / stable.answers_s
-                checks.append(Check("latency", slowdown <= config.max_slowdown, f"{slowdown:.3g} times as long"))
+                checks.append(Check("latency", not self.is_slow(candidate, stable), f"{slowdown:.3g} times as long"))
         checks.append(Check("task", not candidate.own, candidate.own[:300] or "Task.check has no objection"))
         return checks
+
+    def is_slow(self, candidate: Measured, stable: Measured) -> bool:
+        """Return whether the check of the latency fails."""
+        most = self._config.max_slowdown
+        return most is not None and stable.answers_s > 0 and candidate.answers_s > most * stable.answers_s
 
     def verdict(self, candidate: Measured, stable: Measured | None, checks: Sequence[Check], now_s: float) -> Verdict:
         """Return the verdict of all checks, and learn from a version that passes."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from doll.config import JobConfig, load
 from doll.errors import CheckpointError
 from doll.evaluation.evaluator import Evaluator
+from doll.evaluation.heldout import HeldOut
 from doll.ledger.snapshot_counts import SnapshotCounts
 from doll.model.flat_model import build, fingerprint
 from doll.monitor.views.versions import version_text, versions_table
@@ -160,6 +163,26 @@ def test_people_freeze_and_move_the_alias(rig: Rig) -> None:
     assert "- loss: " in text
     assert "+ finite: all values" in text
     assert "(held back)" in versions_table(list_versions(rig.target), "here")
+
+
+@pytest.mark.parametrize(("again", "passes"), [({1: 0.2, 2: 0.3}, True), ({1: 0.1, 2: 0.4}, False)])
+def test_a_slow_version_is_measured_again_in_turn_with_stable(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, again: dict[int, float], passes: bool
+) -> None:
+    """Version 2 took four times as long as version 1 did, on a machine that others use by now."""
+    times = {1: [0.1], 2: [0.4]}
+    measure = HeldOut.blocks
+
+    def measured(held_out: HeldOut, module: torch.nn.Module) -> Any:
+        version = 1 if next(module.parameters())[0, 0] == 0.5 else 2
+        blocks, outputs, _ = measure(held_out, module)
+        return blocks, outputs, times[version].pop() if times[version] else again[version]
+
+    monkeypatch.setattr(HeldOut, "blocks", measured)
+    assert rig.judged(1, 0.5, -0.5).passed
+    verdict = rig.judged(2, 0.6, -0.6)
+    assert verdict.passed is passes, verdict.text()
+    assert passes or "latency: 4 times as long" in verdict.text()
 
 
 def test_while_aliases_cannot_be_read_the_alias_stays(rig: Rig) -> None:

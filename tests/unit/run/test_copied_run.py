@@ -44,6 +44,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int]] = {
     "versions show": (("latest",), 0),
     "versions diff": (("3", "latest"), 0),
     "versions alias": (("stable", "3"), 0),
+    "versions freeze": (("stable",), 0),
     "versions pin": (("latest",), 0),
     "versions unpin": (("3",), 0),
     "export": ((), 0),
