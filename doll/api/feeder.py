@@ -18,7 +18,10 @@ from doll.errors import ConfigError, RecordError
 from doll.records import feed
 
 _POLL_S: Final = 0.1
-_KEPT_BYTES: Final = 64 << 20  # limit of unacknowledged bytes; above it, the iterator waits
+# Limits of the samples that Kafka does not have yet; above them, the iterator waits. A fast iterator would otherwise
+# take the time of the program, and a live one be read long before its samples are learned.
+_KEPT_BYTES: Final = 64 << 20
+_KEPT_SAMPLES: Final = 20_000
 _READ_BYTES: Final = 1 << 16
 _SENT_AT_ONCE: Final = 256  # records
 
@@ -78,7 +81,9 @@ class Feeder:
                         f"(data.max_record_bytes), got {len(record)}"
                     )
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._kept_bytes < _KEPT_BYTES)
+                    self._changed.wait_for(
+                        lambda: self._closed or (self._kept_bytes < _KEPT_BYTES and len(self._kept) < _KEPT_SAMPLES)
+                    )
                     if self._closed:
                         return
                     frame = feed.frame(self.taken % self._streams, record)

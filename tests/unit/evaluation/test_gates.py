@@ -15,6 +15,7 @@ from doll.evaluation.gates import Block, Judge, Measured, jackknife_error
 from doll.metrics import auc, calibration, log_loss
 from doll.metrics.states import MetricState
 from doll.storage.version_marks import Check, Verdict, VersionMarks, decode_marks, encode_marks
+from fuzzing import seeds
 from pydantic import ValidationError
 
 NOW_S = 1_790_000_000.0
@@ -83,7 +84,7 @@ BAD: dict[str, Callable[[Stream, int], Measured]] = {
 def test_bad_versions_are_held_back_and_good_ones_are_not() -> None:
     rng, held_back, missed = random.Random(7), Counter[str](), Counter[str]()
     good = 0
-    for seed in range(10):
+    for seed in seeds(15):
         stream, judge = Stream(seed), Judge(GATES)
         stable = stream.version(1)
         for number in range(2, 61):

@@ -15,6 +15,7 @@ from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.theory.queueing import harmonic
 from engine_invariants import check_engine
+from fuzzing import seeds
 
 from doll_lab.simulation.report import formula_rate, summarise
 from doll_lab.simulation.settings import SimulationSettings
@@ -191,13 +192,13 @@ def test_with_replacement_the_formula_holds_and_without_it_the_job_stalls() -> N
     shares = {}
     for replacement in (True, False):
         done = 0.0
-        for seed in range(4):
+        for seed in seeds(4):
             seconds = 600 / formula_rate(paper(), slots, 0.9)
             settings = paper(updates=None, seconds=seconds, seed=seed, replacement=replacement)
             system = System(settings, spot=slots, preemption=Markov(0.9, 1000.0, np.random.default_rng((seed, 1))))
             system.run()
             drawn = summarise(system, 0.9).rate_at_observed_uptime * seconds
-            done += system.version / drawn / 4
+            done += system.version / drawn / len(seeds(4))
         shares[replacement] = done
     assert shares[True] > 0.99
     assert shares[False] < 0.7

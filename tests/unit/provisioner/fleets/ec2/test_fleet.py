@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 from doll.config import parse
 from doll.errors import ConfigError
@@ -431,6 +432,7 @@ def test_without_credentials_nothing_loops(monkeypatch: pytest.MonkeyPatch, tmp_
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # another test's has credentials
     fleet = Ec2Fleet(
         aws_client("ec2", REGION), cluster="c", launch_template="lt-1", version=1,
         subnets=["subnet-1"], instance_types=["c5.xlarge"],
