@@ -13,6 +13,7 @@ from doll.errors import TaskError
 from doll.tables.rows import Floats
 from examples.lda import task as lda
 from examples.lda.task import Topics
+from fuzzing import seeds
 from threadless_jobs import BATCHES, WORKERS, Job, Worker
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -135,7 +136,7 @@ def problems(job: Job) -> list[str]:
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("cls", [Repeating, RepeatingInABatch, Preempted])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_counts_are_those_of_the_texts_that_were_accepted(
     cls: type[Job], policy: str, seed: int, vocabulary: str
 ) -> None:

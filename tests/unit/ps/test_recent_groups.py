@@ -17,6 +17,7 @@ from doll.ps.policies.base import Policy
 from doll.ps.policies.doll import Doll, DollPolicyConfig, RecentDoll
 from doll.ps.tables.store import TableStore
 from doll.tables.rows import Rows
+from fuzzing import ALL_EXAMPLES
 from policy_view import PolicyWorld
 from pushes import applied_set, push_of
 
@@ -255,13 +256,14 @@ def test_rows_of_tables_are_weighted_as_the_other_parameters() -> None:
 
 def test_one_slow_worker_costs_little_time_and_no_accuracy() -> None:
     """One of four workers takes four times as long."""
+    samples, loss = (40_000, 0.005) if ALL_EXAMPLES else (15_000, 0.04)
     exact, recent = (
-        learn(DollPolicyConfig(group_size=4, staleness=staleness), (4.0, 1.0, 1.0, 1.0), seed=0, samples=40_000)
+        learn(DollPolicyConfig(group_size=4, staleness=staleness), (4.0, 1.0, 1.0, 1.0), seed=0, samples=samples)
         for staleness in (0, 3)
     )
     assert exact.oldest == 0 < recent.oldest <= 3
     assert recent.samples_per_s >= 1.7 * exact.samples_per_s
-    assert recent.accuracy >= exact.accuracy - 0.005
+    assert recent.accuracy >= exact.accuracy - loss
 
 
 def test_without_a_slow_worker_groups_are_as_fast_as_with_exact_versions() -> None:

@@ -19,6 +19,7 @@ from doll.ps.policies import make_policy, policy_spec
 from doll.records.control import NewVersion
 from engine_runs import check_random_run, play, random_steps
 from engine_world import World
+from fuzzing import seeds
 from paths import SUPPORT
 
 from doll_lab.simulation.report import summarise
@@ -86,7 +87,7 @@ def test_it_is_found_and_its_section_is_checked() -> None:
 @pytest.mark.slow  # long random runs
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("lead", [0, 2])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_random_runs(lead: int, seed: int) -> None:
     check_random_run(section(lead=lead, eager=bool(seed % 2)), seed, 3000)
 
@@ -119,7 +120,7 @@ def test_nobody_gets_further_ahead_than_the_lead_and_grants_name_the_version_tha
 @pytest.mark.slow  # long random runs
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_random_runs_of_the_one_whose_workers_send_steps(limit: int, seed: int) -> None:
     check_random_run(of_steps(limit), seed, 3000)
 
