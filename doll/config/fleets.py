@@ -1,6 +1,7 @@
 """The fleets on which `doll provision` can run workers.
 
-To add a fleet, add one class here and its adapter in `doll.provisioner.fleets`.
+To add a fleet, add one class here, its adapter in `doll.provisioner.fleets`, and a function that opens it to
+`OPENERS` of `doll.provisioner.machines`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The common parts of all formats: `FieldReader`, the header of a schema registry, and the search for bad values."""
+"""The common parts of all formats: `FieldReader`, the header of a schema registry, and the search for bad values.
+
+To add a format: its section in `doll.config.format`, a `FieldReader`, and a case in `open_reader` (`doll.formats`).
+"""
 
 from __future__ import annotations
 

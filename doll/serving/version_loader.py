@@ -1,7 +1,7 @@
 """Keeps the served versions current. One thread reads the job's topics, and another thread reads weights.
 
 If a service is unavailable, both threads continue: the last good version stays, and each lane states why it may be
-stale.
+stale. `model_copies.ModelCopies.load` swaps a version in.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A gradient is sent unchanged as dense float32, or rounded to 16 bits (`blobs.contributions`). A step has many zeros if
 its worker holds back insignificant values, or if a batch changes few parameters. Then only the nonzero values are sent.
+`doll.optim.significance_filter` and `doll.optim.top_k` choose the values that a worker holds back.
+`doll.consumers.compute.error_feedback` keeps what rounding loses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Decoding of a worker's batches. Refused records are stored in the `dead` topic before an update can count them."""
+"""Decoding of a worker's batches. Refused records are stored in the `dead` topic before an update can count them.
+
+A sample that can be decoded and would spoil the model is refused by `doll.consumers.compute.guard`.
+"""
 
 from __future__ import annotations
 

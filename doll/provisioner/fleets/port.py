@@ -2,6 +2,9 @@
 
 There is one instance per slot, with the identity (slot, incarnation). A fleet knows machines, not workers: only the
 parameter server's records state whether the worker on an instance is ready. All times are Unix seconds.
+
+To add a fleet: its section in `doll.config.fleets`, an adapter of `Fleet` here, and a function that opens it in
+`OPENERS` of `doll.provisioner.machines`.
 """
 
 from __future__ import annotations

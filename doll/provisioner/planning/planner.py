@@ -1,7 +1,8 @@
 """The planner, which chooses the market of every slot. Pure. `doll plan`, `doll simulate` and live jobs use it.
 
-`plan` is called again and again and keeps no state. If waiting for spot would endanger the deadline, slots move to
-on-demand. If even this is too late, the plan states that the deadline is missed.
+`plan` is called again and again and keeps no state. `market_rules` choose when to wait for spot. If waiting would
+endanger the deadline, `deadline_guard` moves slots to on-demand. If even this is too late, the plan states that the
+deadline is missed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.provisioner.planning import market_rules
+from doll.provisioner.planning.deadline_guard import deadline_guard
 from doll.provisioner.planning.market_rules import Slack
 from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
 from doll.theory.checks import Floats
@@ -256,9 +258,7 @@ def _decide(state: PlannerState, settings: PlannerSettings, move_s: float) -> Pl
     worth = market_rules.cheaper_on_spot(state) | (state.on_spot & ~state.spot_available)
     none = np.zeros(count, dtype=np.bool_)
     wanted = _RULES[settings.rule](state, settings, slack, worth) & worth
-    chosen, guarded = (
-        market_rules.deadline_rule(state, settings, slack, wanted, move_s) if settings.guard else (wanted, none)
-    )
+    chosen, guarded = deadline_guard(state, settings, slack, wanted, move_s) if settings.guard else (wanted, none)
     codes = np.where(chosen, Reason.KEEP_SPOT, Reason.KEEP_ON_DEMAND).astype(np.int8)
     codes[chosen & ~state.spot_available] = Reason.WAIT
     codes[chosen & ~state.on_spot] = Reason.RETURN

@@ -235,7 +235,8 @@ class PooledConfig(PolicyConfig):
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """A registered policy: an entry point of group `doll.policies` names an object of this class.
+    """A registered policy. `doll.config.policy` lists those of this repository; an entry point of group `doll.policies`
+    names one of another distribution.
 
     Attributes:
         name: value of `training.policy.name` in the job file; also the name of the entry point.

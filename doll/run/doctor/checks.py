@@ -1,4 +1,7 @@
-"""Judges the answers of a job's services, and formats all results as a table. Pure: the answers are arguments."""
+"""Judges the answers of a job's services, and formats all results as a table. Pure: the answers are arguments.
+
+`examine` asks the services, and chooses the checks.
+"""
 
 from __future__ import annotations
 
