@@ -232,7 +232,8 @@ class Settings(dict[str, Any]):
 
 def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Settings:
     """Return the librdkafka settings that every client of the job shares. Modules that make a client add their own:
-    `chunk_reader` and `reader` for fetching, `publisher`, `producers.sender` and `serving.answer_log` for sending.
+    `chunk_reader` and `reader` for fetching, `publisher`, `producers.sender` and `serving.answer_log` for sending,
+    `group_stream` for transactions.
 
     The arguments `extra` add or replace settings, with `_` for each `.`: `kafka_settings(config, services,
     group_id="g")`.

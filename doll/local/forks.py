@@ -21,8 +21,7 @@ from doll.process.platform import CAN_FORK
 
 # Imported once, in the fork server, so that a role's own imports of them are free. Modules that fail are skipped.
 PRELOAD: Final = (
-    # Making an optimizer imports torch._dynamo: 900 modules, 2 s of CPU time in each role.
-    "torch", "torch.optim", "torch._dynamo", "numpy", "redis", "confluent_kafka",
+    "torch", "torch.optim", "numpy", "redis", "confluent_kafka",
     "doll.task.base", "doll.config", "doll.run.local.roles",
     "doll.ps.main", "doll.consumers.main", "doll.evaluation.main", "doll.producers.main",
 )  # fmt: skip

@@ -2,10 +2,11 @@
 step with the sum of gradients, as torch does; others use steps of workers (docs/decisions/0020, 0034).
 
 To add a built-in optimizer, add its section in `doll.config.training`, a case in `Optimizer._step`, and one in
-`doll.optim.row_optimizer` for the rows of tables. The results are the same as with torch's SGD, Adam and Adagrad, bit
-for bit (a test compares them), with as few passes over memory as possible. Unlike torch's Adagrad, Adagrad may have
-momentum. Adam and Adagrad use torch's functions, called on slices that stay in the processor's cache. Torch's own
-classes (`doll.optim.torch_optimizer`) import torch's compiler, which takes 5 s of CPU at each start (ADR 82).
+`doll.optim.row_optimizer` for the rows of tables (CONTRIBUTING.md has all places). The results are the same as with
+torch's SGD, Adam and Adagrad, bit for bit (a test compares them), with as few passes over memory as possible. Unlike
+torch's Adagrad, Adagrad may have momentum. Adam and Adagrad use torch's functions, called on slices that stay in the
+processor's cache. Torch's own classes (`doll.optim.torch_optimizer`) import torch's compiler, which takes 5 s of CPU at
+each start (ADR 82).
 """
 
 from __future__ import annotations

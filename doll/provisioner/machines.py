@@ -1,4 +1,5 @@
-"""The fleet of a job file, with its prices and billing rule. A new kind of fleet is added here.
+"""The fleet of a job file, with its prices and billing rule. A new kind of fleet is added to `OPENERS`; it
+implements `fleets.port.Fleet`.
 
 Worker processes on this machine (`fleet.kind: processes`) need a fork server, and are in `doll.run.local.provisioning`.
 """

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from doll.config import JobConfig, parse
 from doll.errors import ConfigError, DataLossError
@@ -21,9 +22,11 @@ from doll.join.main import run_joiner
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.local.forks import ForkServer
+from doll.local.kafka_broker import LocalKafka
 from doll.records.join_log import Step, decode_step
 from doll.services import Services
 from forked_commands import Program
+from job_rig import MakePipeline
 from owners_topic import OwnersTopic
 from safetensors.numpy import load_file
 from waiting import until
@@ -112,6 +115,7 @@ def test_features_and_labels_of_other_partitions_are_joined_and_windows_close_wi
 
 
 KILLS = int(os.environ.get("DOLL_KILLS", "5"))
+MOST_KEYS = 40_000
 
 
 class Joiners:
@@ -145,65 +149,89 @@ class Joiners:
             role.kill()
 
 
-class Owner:
-    """Writes features and labels in transactions, one of ten of which is aborted, and remembers what must follow."""
+class Owed(NamedTuple):
+    """A label, or a retraction (`gone`), that is written at a time."""
 
-    def __init__(self, shown: OwnersTopic, clicks: OwnersTopic) -> None:
-        self._shown, self._clicks = shown, clicks
+    at_s: float
+    key: str
+    gone: bool = False
+
+
+class Owner:
+    """Writes features and labels in transactions, one of ten of which is aborted, and remembers what must follow.
+
+    Some labels come before their features, twice, late, or without any features; with `retracts` some are taken back.
+    """
+
+    def __init__(self, shown: OwnersTopic, clicks: OwnersTopic, *, retracts: bool = False) -> None:
+        self._shown, self._clicks, self._retracts = shown, clicks, retracts
         self._producer = shown.transactional(f"owner-{shown.name}")
         self._rng = random.Random(0)
         self._next = 0
-        self._owed: list[tuple[float, str]] = []  # when a label is written, and of which key
-        self.label_of: dict[str, int] = {}  # by key of features: whether its label came within the window
+        self._owed: list[Owed] = []
+        self.label_of: dict[str, int] = {}  # by key of features: the label that it has in the end
         self._shown_ms: dict[str, int] = {}
-        self.orphans = self.late = self.bad = 0
+        self.orphans = self.late = self.bad = self.unused = self.corrections = 0
 
     def write(self, num_features: int = 20) -> None:
         """A transaction."""
-        rng, now_ms = self._rng, int(time.time() * 1000)
-        aborts = rng.random() < 0.1
+        rng, now_s = self._rng, time.time()
+        now_ms, aborts = int(now_s * 1000), rng.random() < 0.1
         self._producer.begin_transaction()
-        due = [item for item in self._owed if item[0] <= time.time()]
+        due = sorted(item for item in self._owed if item.at_s <= now_s)
+        orphans: list[str] = []
         for _ in range(num_features):
-            key = f"k{self._next}"
+            number, key = self._next, f"k{self._next}"
             self._next += 1
-            self._send(self._shown, str(int(rng.paretovariate(0.5)) % 50), {"id": key, "at": now_ms, "x": 1})
+            self._send(self._shown, str(int(rng.paretovariate(0.5)) % 50), {"id": key, "at": now_ms, "x": number})
             if aborts:
                 continue
             kind = rng.random()
-            self.label_of[key], self._shown_ms[key] = int(kind < 0.5), now_ms
+            self.label_of[key], self._shown_ms[key] = 0, now_ms
             if kind < 0.3:
-                self._owed.append((time.time() + rng.random() * 0.5 * WINDOW_S, key))
+                self._owe(Owed(now_s + rng.random() * 0.5 * WINDOW_S, key))
             elif kind < 0.5:
-                due.append((0.0, key))
+                due.append(Owed(now_s, key))
+                self._owe(due[-1])
             if kind < 0.02:
-                due += [(0.0, f"orphan-{key}")]
-                self.orphans += 1
+                orphans.append(f"orphan-{key}")
+            elif kind < 0.06 and self._retracts:
+                self._owe(Owed(now_s + 0.6 * WINDOW_S, key, gone=True))
+            elif kind < 0.1 and self._retracts:
+                self._owe(Owed(now_s + 0.6 * WINDOW_S, key))  # a second one
         for item in due:
-            if item in self._owed and not aborts:
-                self._owed.remove(item)
-                if now_ms - self._shown_ms[item[1]] > 1000 * WINDOW_S:  # this program had to wait
-                    self.label_of[item[1]] = 0
-                    self.late += 1
-            self._send(self._clicks, str(rng.random()), {"id": item[1], "at": now_ms})
-        if rng.random() < 0.2:
+            self._send(self._clicks, item.key, {"id": item.key, "at": now_ms, "gone": item.gone})
+        for key in orphans:
+            self._send(self._clicks, key, {"id": key, "at": now_ms})
+        has_bad = rng.random() < 0.2
+        if has_bad:
             self._send(self._shown, "bad", {"at": now_ms})
-            self.bad += not aborts
         self._producer.flush()
         if aborts:
             self._producer.abort_transaction(60)
-            self.orphans -= sum(key.startswith("orphan") for _, key in due)
-            self._owed += [item for item in due if item not in self._owed and item[1] in self.label_of]
-        else:
-            self._producer.commit_transaction(60)
+            return
+        self._producer.commit_transaction(60)
+        self.bad += has_bad
+        self.orphans += len(orphans)
+        for item in due:
+            self._owed.remove(item)
+            if now_ms - self._shown_ms[item.key] > 1000 * WINDOW_S:  # this program had to wait
+                self.late += 1
+            elif not item.gone and self.label_of[item.key]:
+                self.unused += 1
+            else:
+                self.corrections += item.gone
+                self.label_of[item.key] = int(not item.gone)
+
+    def _owe(self, item: Owed) -> None:
+        self._owed.append(item)
 
     def _send(self, topic: OwnersTopic, key: str, record: Any) -> None:
         self._producer.produce(topic.name, json.dumps(record).encode(), key)
 
-    def pay(self) -> None:
-        """Write the labels that are owed."""
-        while self._owed:
-            self.write(0)
+    @property
+    def is_owing(self) -> bool:
+        return bool(self._owed)
 
 
 def test_joined_records_equal_an_offline_join_through_kills_and_changing_joiners(
@@ -230,7 +258,8 @@ def test_joined_records_equal_an_offline_join_through_kills_and_changing_joiners
             number = rng.choice(list(joiners.live))
             joiners.kill(number)
             joiners.start(number)
-        owner.pay()
+        while owner.is_owing:
+            owner.write(0)
         settled = len(owner.label_of)
         until(
             lambda: sum(step.samples for _, step in steps_of(config, services)) >= settled, "all samples", timeout_s=120
@@ -265,7 +294,7 @@ KEYS = 400
 
 
 class Counted(Task):
-    '''Its model is a weight for each key: 1 for a sample without a click, 3 for one with a click.'''
+    '''Its model is a weight for each key: 1 without a click, 3 with a click.'''
 
     def build_model(self):
         model = torch.nn.Linear(KEYS, 1, bias=False)
@@ -276,11 +305,75 @@ class Counted(Task):
         event = msgspec.json.decode(record)
         x = np.zeros(KEYS, np.float32)
         x[event["x"]] = 1.0
-        return Sample(x, float(event["click"]))
+        replaced = 1 + 2 * event["doll_replaced_label"] if event["doll_is_correction"] else 0
+        return Sample(x, 1 + 2 * float(event["click"]) - replaced)
 
     def step(self, weights, x, y, rng):
-        return (np.asarray(x) * (1 + 2 * np.asarray(y).reshape(-1, 1))).sum(0).astype(np.float32)
+        return (np.asarray(x) * np.asarray(y).reshape(-1, 1)).sum(0).astype(np.float32)
 """
+
+
+def test_the_model_has_each_joined_record_once_whoever_dies(
+    services: Services, broker: LocalKafka, job_name: str, shown: OwnersTopic, clicks: OwnersTopic,
+    make_pipeline: MakePipeline, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Joiners, workers, the server and the broker die; joiners go from one to three, then two; labels are retracted."""
+    shown.create(12)
+    clicks.create(7)
+    (tmp_path / "task.py").write_text(COUNTED.replace("KEYS = 400", f"KEYS = {MOST_KEYS}"))
+    label = {"topic": clicks.name, "name": "click", "key": "id", "time": "at", "retract": "gone"}
+    join = job_of(job_name, shown, clicks, lateness_s=15.0, labels=[label]).data.join
+    assert join is not None
+    job = make_pipeline(
+        "task={class: 'task.py:Counted'}", f"data.join={join.model_dump_json(by_alias=True, exclude_none=True)}",
+        "data.partitions=4", "data.batch_size=10", "data.cut_after_s=1", "training.policy={name: ssp}",
+        "training.optimizer={name: sgd, lr: 1}", "worker.stall_timeout_s=600",
+    )  # fmt: skip
+    owner, rng = Owner(shown, clicks, retracts=True), random.Random(1)
+    job.start()
+    names = ["joiner-0", "joiner-1"]
+    job._start(job.spec("joiner-0", "joiner_role", 0))
+    for kill in range(KILLS + 3):
+        until_s = time.monotonic() + rng.uniform(0.5, 2.5)
+        while time.monotonic() < until_s:
+            owner.write(5)
+            job.poll()
+        if kill == 1:
+            job._start(job.spec("joiner-1", "joiner_role", 1))
+            third = job.launch("joiner-2", "joiner_role", 2)
+        elif kill == KILLS + 1:
+            third.kill()
+        match ("joiner", "worker", "joiner", "ps", "joiner", "worker", "broker", "joiner")[kill % 8]:
+            case "joiner":
+                job.kill(rng.choice(names[: 1 if kill < 2 else 2]))
+            case "worker":
+                job.kill(f"worker-{rng.randrange(2)}")
+            case "ps":
+                job.kill("ps")
+            case _:
+                broker.kill()
+                broker.start()
+    while owner.is_owing:
+        owner.write(0)
+        job.poll()
+    config = job.config
+    settled = len(owner.label_of)
+    job.until(lambda: settled_samples(config, services) >= settled, "all samples", timeout_s=120)
+    job.until(lambda: open_keys(config, services) == 0, "all windows close", timeout_s=120)
+    job.until(lambda: job.audit().pending == 0, "all records are learned", timeout_s=120)
+    report = audit_join(config, services)
+    assert report.problems == []
+    assert [counts.open + counts.unread for counts in report.topics] == [0, 0]
+    assert (report.samples, report.corrections) == (settled, owner.corrections)
+    refused = Counter(item.code for _, step in steps_of(config, services) for item in step.refused)
+    assert refused == +Counter(orphan=owner.orphans, late=owner.late, not_json=owner.bad, unused=owner.unused)
+    audited = job.assert_audit_ok()
+    assert audited.applied == settled + owner.corrections
+    expected = np.zeros(MOST_KEYS, np.float32)
+    for key, value in owner.label_of.items():
+        expected[int(key[1:])] = 1 + 2 * value
+    assert owner.corrections > 0
+    np.testing.assert_array_equal(job.checkpoint().tensors["weights"], expected)
 
 
 def test_a_job_learns_each_joined_record_once(

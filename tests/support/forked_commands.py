@@ -24,8 +24,9 @@ from doll.process.platform import CAN_FORK
 from doll.services import Services
 
 # What the fork server of the session loads: its roles' modules and the command line's.
+# Making an optimizer of torch's classes imports torch._dynamo, which takes 2 s.
 LOADED: Final = (
-    *PRELOAD, "doll.cli.app", "doll.run.local.up", "doll.run.local.resume", "doll.run.local.regrid",
+    *PRELOAD, "torch._dynamo", "doll.cli.app", "doll.run.local.up", "doll.run.local.resume", "doll.run.local.regrid",
     "doll.run.local.compare", "doll.ps.regrid", "doll.ps.rollback",
     "doll.dashboard.saved_page",
 )  # fmt: skip

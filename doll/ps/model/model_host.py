@@ -187,9 +187,9 @@ class ModelHost:
         return num_samples
 
     def publish(self, version: int) -> str:
-        """Publish the weights, and return their blob key. After the return, workers can read the blob. `version`:
-        version of the current weights. If this version or a later one was already published, the call only returns the
-        key."""
+        """Publish the weights, and return their blob key. After the return, workers can read the blob, which
+        `doll.consumers.compute.gradient.CachedVersion` does. `version`: version of the current weights. If this
+        version or a later one was already published, the call only returns the key."""
         key = weights_key(self._scope, self._term, version)
         if not self._published or version > self._published[-1]:
             self._put_weights(key, version)

@@ -1,4 +1,6 @@
-"""The tables of a model at the parameter server. Workers read rows (GET), and updates apply what workers have pushed.
+"""The tables of a model at the parameter server, which has all rows: there are no shards.
+
+Workers read rows (GET), and updates apply what workers have pushed.
 
 Contributions are either gradients, with which the optimizer makes a step, or steps of workers, which are added (INC).
 Contributions are summed in the order of the calls of `add`, which is the order of the update. So a replay makes the

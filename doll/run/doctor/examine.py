@@ -25,7 +25,7 @@ from doll.provisioner.fleets.ec2.account import ask_quotas
 from doll.provisioner.fleets.kubernetes.diagnosis import ask_kubernetes
 from doll.provisioner.fleets.ray.diagnosis import ask_ray
 from doll.records.check import Check
-from doll.run.doctor.checks import (
+from doll.run.doctor.answers import (
     DoctorReport,
     check_certificate,
     check_kafka,

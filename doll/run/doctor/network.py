@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from doll.records.check import Check
-from doll.run.doctor.checks import check_certificate
+from doll.run.doctor.answers import check_certificate
 
 _TIMEOUT_S: Final = 5.0
 _DEFAULT_PORT: Final = "9092"  # the default of librdkafka

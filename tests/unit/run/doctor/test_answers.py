@@ -7,7 +7,7 @@ from doll.kafka.facts import KafkaFacts, StreamFacts
 from doll.kafka.permissions import ROLES, Role, needed
 from doll.kafka.topic_plan import ActualTopic, plan_topics
 from doll.records.check import Check
-from doll.run.doctor.checks import (
+from doll.run.doctor.answers import (
     DoctorReport,
     check_certificate,
     check_kafka,
