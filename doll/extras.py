@@ -9,6 +9,7 @@ from doll.errors import ConfigError
 
 _MODULES: Final = {
     "avro": ("fastavro",),
+    "drift": ("river",),
     "join": ("rocksdict",),
     "protobuf": ("google.protobuf",),
     "provision": ("scipy",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.section import LONGEST_S, Section
 
@@ -73,11 +73,46 @@ class GatesConfig(Section):
         return known
 
 
+class LiveConfig(Section):
+    """A watch on the version that got the alias last: the evaluator measures it and the version before on the newest
+    records of the stream, and moves the alias back if the new one is worse (docs/guide/gates.md)."""
+
+    metric: str = "loss"
+    """metric that is compared: the loss, or a mean that the task's metrics return"""
+    better: Literal["lower", "higher"] | None = None
+    """which values are better; default: known for the loss and accuracy"""
+    tolerance: NonNegativeFloat = 0.0
+    """the largest difference that is accepted"""
+    error: float = Field(default=0.05, ge=1e-9, le=0.5)
+    """probability that a version that is as good as the one before is moved back, at any time"""
+    max_records_per_s: PositiveInt = Field(default=200, le=100_000)
+    """maximum number of records that are measured in a second, the newest ones; both versions compute them"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.better is None and direction_of(self.metric) not in ("lower", "higher"):
+            raise ValueError(f"metric: {self.metric}: expected better: lower or higher")
+        return self
+
+    @property
+    def sign(self) -> int:
+        """1 if lower values are better, else -1."""
+        return 1 if (self.better or direction_of(self.metric)) == "lower" else -1
+
+
 class VersionsConfig(Section):
     """Versions that get an alias by themselves."""
 
     gates: GatesConfig | None = None
     """checks before a version gets the alias; default: aliases move only by `doll versions alias`"""
+    live: LiveConfig | None = None
+    """a watch on the version that got the alias last, with the newest records; needs gates; default: none"""
+
+    @model_validator(mode="after")
+    def _has_gates(self) -> Self:
+        if self.live is not None and self.gates is None:
+            raise ValueError("live: expected gates, which move the alias: gates: {} has their defaults")
+        return self
 
 
 _DIRECTIONS: dict[str, Literal["lower", "higher", "one"]] = {

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from doll.config.connections import KafkaConfig, RedisConfig
 from doll.config.data import DataConfig
+from doll.config.drift import DriftConfig
 from doll.config.fleets import FleetConfig, ProcessesFleetConfig
 from doll.config.freshness import FreshnessConfig
 from doll.config.gates import VersionsConfig
@@ -56,6 +57,8 @@ class JobConfig(Section):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     freshness: FreshnessConfig = Field(default_factory=FreshnessConfig)
     versions: VersionsConfig = Field(default_factory=VersionsConfig)
+    drift: DriftConfig | None = None
+    """changes of the stream that make the model worse; default: they are not watched"""
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     ps: PsConfig = Field(default_factory=PsConfig)
     log: LogConfig = Field(default_factory=LogConfig)
@@ -94,6 +97,9 @@ class JobConfig(Section):
             )
         if self.source is not None and (problem := self.source.format_problem(data.format)):
             yield f"data.format: {problem}"
+        if not self.evaluation.enabled and (self.drift is not None or self.versions.gates is not None):
+            key = "drift" if self.drift is not None else "versions.gates"
+            yield f"{key}: expected evaluation.enabled: true, since the evaluator does this"
         if data.topic is not None:
             yield from self._topic_problems(data.topic)
         if data.join is not None:

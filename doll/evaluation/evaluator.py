@@ -11,15 +11,20 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from doll import telemetry
 from doll.config import JobConfig
+from doll.config.drift import DriftConfig
 from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
 from doll.evaluation.gate_keeper import gate_keeper
 from doll.evaluation.heldout import HeldOut, HeldOutError
+from doll.evaluation.live_watch import LiveWatch, MovedBack, RecordSource
 from doll.evaluation.stored_weights import Place, StoredWeights, place_of
 from doll.evaluation.weight_follower import WeightFollower
+from doll.extras import require
 from doll.model.flat_model import build
 from doll.monitor.state.csv_file import CsvFile, read_rows
 from doll.monitor.state.history import History
@@ -30,7 +35,18 @@ from doll.storage.version_marks import Verdict
 from doll.task.base import Task, load_task
 from doll.task.batches import SampleBatch
 
+if TYPE_CHECKING:
+    from doll.evaluation.drift import Drift, DriftWatch
+
 log = telemetry.get_logger(__name__)
+
+
+def _drift_watch(config: DriftConfig, after_term: int) -> DriftWatch:
+    """Raise ConfigError if River is not installed, or refuses an argument."""
+    require("drift", "drift")
+    from doll.evaluation.drift import DriftWatch
+
+    return DriftWatch(config, after_term=after_term)
 
 
 class Evaluation(NamedTuple):
@@ -52,6 +68,7 @@ class Evaluator:
             `evaluations.csv`.
         after_term: terms up to this one belong to earlier runs, see `History`.
         samples_of: returns the held-out samples for the task; None: those of `Task.holdout`.
+        live_records: the newest records of the stream; None: the job has no `versions.live`.
 
     Raises:
         ConfigError: the task cannot be loaded, or its model or held-out set fails.
@@ -66,6 +83,7 @@ class Evaluator:
         *,
         after_term: int = 0,
         samples_of: Callable[[Task], SampleBatch] | None = None,
+        live_records: RecordSource | None = None,
     ) -> None:
         self._config = config
         task = load_task(config)
@@ -76,9 +94,14 @@ class Evaluator:
             log.info("evaluates_the_average", hint="training.ema.evaluate: false measures the weights")
         self._held_out = HeldOut(task, config.evaluation.max_samples, samples_of and samples_of(task))
         self._gate = gate_keeper(config, run_folder, task, self._model, self._held_out)
+        self._live = None
+        if live_records is not None:
+            self._live = LiveWatch(config, run_folder, task, self._model, live_records)
+        self._drift = None if config.drift is None else _drift_watch(config.drift, after_term)
         self._run_folder = run_folder
         self._redis_unavailable = self._reported_no_checkpoint = False
         self._last: Place | None = None
+        self._has_drifts = False
         self.history = History(after_term=after_term)
         run_folder.mkdir(parents=True, exist_ok=True)
         self._restore(run_folder / "evaluations.csv")
@@ -106,14 +129,25 @@ class Evaluator:
     def has_held_out(self) -> bool:
         return len(self._held_out) > 0
 
-    def feed(self, records: list[AnyRecord]) -> None:
-        """Process records of the `updates` topic, and update the files."""
+    def feed(self, records: list[AnyRecord]) -> list[Drift]:
+        """Process records of the `updates` topic, and update the files. Return the drifts that these records show."""
+        drifts = [] if self._drift is None else [item for record in records for item in self._drift.feed(record)]
+        if drifts:
+            self._append_drifts(drifts)
         changed = [self.history.feed(record) for record in records]
         for record in records:
             self._follower.feed(record)
         self._updates_file.sync(changed=any(changed))
         if any(changed):
             self._evaluations_file.sync(changed=True)
+        return drifts
+
+    def _append_drifts(self, drifts: list[Drift]) -> None:
+        """Write the drifts to `drifts.jsonl`. Each process makes the file again from the topic."""
+        mode = "a" if self._has_drifts else "w"
+        self._has_drifts = True
+        with (self._run_folder / "drifts.jsonl").open(mode + "b") as file:
+            file.writelines(msgspec.json.encode(drift) + b"\n" for drift in drifts)
 
     def evaluate_newest(self) -> Evaluation | None:
         """Measure the newest published weights, or those of the newest checkpoint if the follower reads checkpoints.
@@ -142,6 +176,17 @@ class Evaluator:
             return self._gate.look()
         except CheckpointError as exc:
             log.warning("version_not_judged", reason=str(exc))
+            return None
+
+    def watch_live(self) -> MovedBack | None:
+        """Measure new records with the alias's version and the one before. Return a move back; None: there is none, or
+        records, checkpoints or aliases cannot be read now."""
+        if self._live is None:
+            return None
+        try:
+            return self._live.look()
+        except (CheckpointError, ServiceUnavailableError) as exc:
+            log.warning("live_records_not_measured", reason=str(exc))
             return None
 
     def not_measured(self) -> Evaluation | None:

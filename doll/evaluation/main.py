@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,8 @@ from doll import telemetry
 from doll.config import JobConfig
 from doll.evaluation.evaluator import Evaluation, Evaluator
 from doll.evaluation.holdout_topic import topic_samples
+from doll.evaluation.live_records import LiveRecords
+from doll.evaluation.live_watch import MovedBack
 from doll.kafka.publisher import Publisher
 from doll.kafka.reader import RESUME_GRACE_S, Partition, Tail
 from doll.process import metric_names as names
@@ -26,6 +29,9 @@ from doll.records.control import Evaluated, Metric
 from doll.services import Services
 from doll.storage.stores import open_blobs
 from doll.storage.version_marks import Verdict
+
+if TYPE_CHECKING:
+    from doll.evaluation.drift import Drift
 
 log = telemetry.get_logger(__name__)
 
@@ -61,7 +67,10 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, af
         holdout = config.evaluation.holdout
         topic = None if holdout is None else holdout.topic
         samples_of = None if topic is None else partial(topic_samples, config, services, topic)
-        evaluator = Evaluator(config, blobs, run_folder, after_term=after_term, samples_of=samples_of)
+        live = None if config.versions.live is None else opened.enter_context(closing(LiveRecords(config, services)))
+        evaluator = Evaluator(
+            config, blobs, run_folder, after_term=after_term, samples_of=samples_of, live_records=live
+        )
         tail = opened.enter_context(Tail(config, services, (config.topic("updates"),)))
         _follow(config, evaluator, tail, publisher, stop, heartbeat)
     return 0
@@ -91,8 +100,11 @@ def _follow(
             heartbeat_at_s = time.monotonic() + HEARTBEAT_EVERY_S
             publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values={}, time_s=time.time()))
         entries = tail.poll(POLL_S)
-        evaluator.feed([entry.record for entry in entries])
+        drifts = evaluator.feed([entry.record for entry in entries])
         publisher.poll()
+        if tail.has_read_history(updates):  # earlier ones were published when they came
+            _publish_drifts(config, drifts, publisher)
+        _publish_move(config, evaluator.watch_live(), publisher)
         finished = evaluator.history.finished
         # A Finished record from before the start of this process counts only if no other record follows it.
         is_current = tail.has_read_history(updates) and (
@@ -144,6 +156,22 @@ def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, eval
     if evaluated.metrics or not math.isnan(error.loss):
         publisher.try_send(config.topic("events"), evaluated, key=b"evaluator")
     publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values=known, time_s=evaluation.time_s))
+
+
+def _publish_drifts(config: JobConfig, drifts: list[Drift], publisher: Publisher) -> None:
+    for drift in drifts:
+        log.warning("drift", metric=drift.metric, text=drift.text(), offsets=drift.offsets)
+        facts = {"before": drift.before, "after": drift.after, "since": drift.since, "version": drift.version}
+        values = {f"{names.DRIFT}_{fact}_{drift.metric}": float(value) for fact, value in facts.items()}
+        known = {name: value for name, value in values.items() if not math.isnan(value)}
+        metric = Metric(source=names.EVALUATOR, values={names.DRIFT: 1.0, **known}, time_s=drift.time_s)
+        publisher.try_send(config.topic("metrics"), metric)
+
+
+def _publish_move(config: JobConfig, moved: MovedBack | None, publisher: Publisher) -> None:
+    if moved is not None:
+        values = {names.MOVED_BACK: float(moved.version), names.MOVED_BACK_TO: float(moved.to)}
+        publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values=values, time_s=moved.time_s))
 
 
 def _publish_verdict(config: JobConfig, verdict: Verdict | None, publisher: Publisher) -> None:

@@ -12,6 +12,9 @@ EVALUATOR: Final = "evaluator"
 PROVISIONER: Final = "provisioner"
 GATE_VERSION: Final = "gate_version"  # version of the evaluator's newest verdict
 GATE_PASSED: Final = "gate_passed"  # 1 if it has passed; `gate_passed_<check>`: one of the checks
+MOVED_BACK: Final = "moved_back"  # version from which the gates' alias was moved back; `moved_back_to`: that before
+MOVED_BACK_TO: Final = "moved_back_to"
+DRIFT: Final = "drift"  # 1: a metric has become worse; `drift_<fact>_<metric>`: before, after, since, version
 
 TERM: Final = "term"  # the term of the parameter server whose model was measured
 VERSION: Final = "version"

@@ -1,4 +1,4 @@
-"""Encode contributions as blobs: all values, or only the nonzero ones if these are few, and rows of tables. Pure.
+"""Compress gradients and steps to blobs: all values, or only the nonzero ones if these are few, and rows. Pure.
 
 A gradient is sent unchanged as dense float32, or rounded to 16 bits (`blobs.contributions`). A step has many zeros if
 its worker holds back insignificant values, or if a batch changes few parameters. Then only the nonzero values are sent.

@@ -72,10 +72,16 @@ class VersionMarks(msgspec.Struct, frozen=True):
         return next((item for item in self.verdicts if item.version == version), None)
 
     def judged(
-        self, alias: str, verdict: Verdict, kept: Collection[int], *, min_interval_s: float = 0.0
-    ) -> VersionMarks:
+        self, alias: str, verdict: Verdict, kept: Collection[int], *, min_interval_s: float = 0.0,
+        keeps_before: bool = False,
+    ) -> VersionMarks:  # fmt: skip
         """Return these marks with a verdict, after which the alias moves if the version has passed, nobody has frozen
-        or moved the alias since it was judged, and the last move is long enough ago. `kept`: versions that exist."""
+        or moved the alias since it was judged, and the last move is long enough ago.
+
+        Args:
+            kept: versions that exist.
+            keeps_before: whether the alias `before(alias)` gets the version that has had the alias until now.
+        """
         others = (item for item in self.verdicts if item.version in kept and item.version != verdict.version)
         marks = msgspec.structs.replace(self, verdicts=(*others, verdict))
         # A clock that was set back must not hold the alias for long.
@@ -85,8 +91,25 @@ class VersionMarks(msgspec.Struct, frozen=True):
             named = None
         if not verdict.passed or not is_due or alias in self.frozen or named != verdict.against:
             return marks
+        if keeps_before and named is not None:
+            marks = marks.with_alias(before(alias), named)
         moved_s = {**self.moved_s, alias: verdict.time_s}
         return msgspec.structs.replace(marks.with_alias(alias, verdict.version), moved_s=moved_s)
+
+    def moved_back(self, alias: str, version: int, check: Check, kept: Collection[int]) -> VersionMarks:
+        """Return these marks with the alias at the version that had it before, frozen, and the failed check in the
+        verdict of `version`; the same marks if the alias is not at `version` any more, if people have frozen or moved
+        it, or if there is no version before."""
+        verdict, to = self.verdict_of(version), self.aliases.get(before(alias))
+        is_at = self.aliases.get(alias) == version and alias not in self.frozen and alias not in self.reasons
+        if not is_at or verdict is None or to not in kept or to == version:
+            return self
+        assert to is not None
+        failed = msgspec.structs.replace(verdict, passed=False, checks=(*verdict.checks, check))
+        others = (item for item in self.verdicts if item.version != version)
+        marks = msgspec.structs.replace(self, verdicts=(*others, failed))
+        reason = f"version {version} was moved back, {check.name}: {check.text}"
+        return marks.with_alias(alias, to).with_freeze(alias, reason)
 
     def with_freeze(self, alias: str, reason: str | None) -> VersionMarks:
         """Return these marks with an alias that gates must not move; reason None: they may again."""
@@ -138,6 +161,11 @@ class VersionMarks(msgspec.Struct, frozen=True):
 
 
 NO_MARKS: Final = VersionMarks()
+
+
+def before(alias: str) -> str:
+    """Return the alias of the version that had `alias` before."""
+    return f"{alias[:56]}-before"
 
 
 class _StoredMarks(VersionMarks, frozen=True, kw_only=True):

@@ -258,6 +258,13 @@ class ProgressModel:
         if names.GATE_PASSED in record.values:
             self._judged(record.values)
             return
+        if names.MOVED_BACK in record.values:
+            version, to = record.values[names.MOVED_BACK], record.values.get(names.MOVED_BACK_TO, math.nan)
+            self.add_event(f"version {version:.0f} was moved back to {to:.0f}: worse on live records", None)
+            return
+        if names.DRIFT in record.values:
+            self._drifted(record.values)
+            return
         self._metrics[record.source] = record.values
         self._join.feed(record)
         if record.source == names.EVALUATOR:
@@ -328,6 +335,15 @@ class ProgressModel:
             failed = ", ".join(name.removeprefix(prefix) for name, ok in values.items() if prefix in name and not ok)
             version = values.get(names.GATE_VERSION, math.nan)
             self.add_event(f"version {version:.0f} was held back: {failed} (doll versions show)", None)
+
+    def _drifted(self, values: Mapping[str, float]) -> None:
+        prefix = f"{names.DRIFT}_after_"
+        metric = next((name.removeprefix(prefix) for name in values if name.startswith(prefix)), "")
+        before, after, since, version = (
+            values.get(f"{names.DRIFT}_{fact}_{metric}", math.nan) for fact in ("before", "after", "since", "version")
+        )
+        where = f"between versions {since:,.0f} and {version:,.0f}"
+        self.add_event(f"drift: {metric} went from {before:.4g} to {after:.4g} {where}", None)
 
     def _evaluated(self, record: Metric) -> None:
         values = record.values

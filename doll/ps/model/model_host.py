@@ -1,6 +1,7 @@
 """The host of the model at the parameter server. It collects gradients, makes versions and publishes weights.
 
-The model is not sharded: one host has all weights, and all rows of all tables.
+The model is not sharded: one host has all weights, and all rows of all tables. Only a virtual worker divides a
+model, by layers (`doll.pipeline`).
 """
 
 from __future__ import annotations

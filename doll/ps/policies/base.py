@@ -1,4 +1,8 @@
-"""The interface of a consistency policy: its view of the engine, the methods that the engine calls, registration."""
+"""The interface of a consistency policy: its view of the engine, and the methods that the engine calls.
+
+To register a policy, add the name of its module to `built_in` of `doll.config.policy`, or name it by an entry point of
+group `doll.policies` in another distribution.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selects the checks of `doll doctor` for each role, asks the services of a job, and judges their answers."""
+"""Selects the checks of `doll doctor` for each role, and asks the services of a job. `answers` judges what they say."""
 
 from __future__ import annotations
 

@@ -83,6 +83,8 @@ class Key(NamedTuple):
             if name == "source" and self.path[1] == "handover":
                 history = {key: REQUIRED[key] for key in ("table", "topic", "time")}
                 inner = {"kind": "history", **history, "handover": {"key": "k", **inner["handover"]}}
+            if name == "versions" and self.path[1] == "live":
+                inner = {"gates": {}, **inner}
             if name == "schedule":
                 inner = [{"updates": 1, **inner}, {"class": "a.B"}]
             inner = {name: {**inner, "stages": 2} if name == "pipeline" else inner}

@@ -256,7 +256,7 @@ def test_rows_of_tables_are_weighted_as_the_other_parameters() -> None:
 
 def test_one_slow_worker_costs_little_time_and_no_accuracy() -> None:
     """One of four workers takes four times as long."""
-    samples, loss = (40_000, 0.005) if ALL_EXAMPLES else (15_000, 0.04)
+    samples, loss = (40_000, 0.005) if ALL_EXAMPLES else (10_000, 0.06)
     exact, recent = (
         learn(DollPolicyConfig(group_size=4, staleness=staleness), (4.0, 1.0, 1.0, 1.0), seed=0, samples=samples)
         for staleness in (0, 3)

@@ -18,6 +18,7 @@ from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
 from doll.task.base import Sample, Task
 from doll.task.batches import SampleBatch
+from fuzzing import ALL_EXAMPLES
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -225,7 +226,9 @@ def test_steady_poison_does_not_become_usual() -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "size"),
-    [("{name: sgd, lr: 0.1}", 1e3), ("{name: adam, lr: 0.01}", 1e4), ("{name: adagrad, lr: 0.1}", 1e4)],
+    [("{name: sgd, lr: 0.1}", 1e3), ("{name: adam, lr: 0.01}", 1e4), ("{name: adagrad, lr: 0.1}", 1e4)][
+        : 3 if ALL_EXAMPLES else 2
+    ],
 )
 def test_poison_that_the_model_gets_right_at_first_does_not_pass_later(optimizer: str, size: float) -> None:
     """The first sample of a batch is among the samples that judge the others afterwards. While the model gets a bad one

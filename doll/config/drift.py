@@ -1,0 +1,48 @@
+"""The section `drift`: which metrics of a job are watched for a change of the stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from doll.config.gates import direction_of
+from doll.config.section import Section
+
+
+def _as_detector(value: Any) -> Any:
+    return {"detector": value} if isinstance(value, str) else value
+
+
+class DetectorConfig(Section):
+    """How a metric is watched. A text is the detector."""
+
+    detector: Literal["adwin", "page_hinkley", "kswin"] = "adwin"
+    """a detector of the library River"""
+    args: dict[str, float] = Field(default={}, max_length=10)
+    """further arguments of River's class, such as delta of adwin"""
+    better: Literal["lower", "higher", "one"] | None = None
+    """which values are better; one: those near 1; default: known for loss, accuracy and the metrics of doll.metrics"""
+
+
+Detector = Annotated[DetectorConfig, BeforeValidator(_as_detector)]
+
+
+class DriftConfig(Section):
+    """Changes of the stream that make the model worse (docs/guide/drift.md). The evaluator watches the prequential
+    metrics of each update, and says between which records a metric became worse."""
+
+    metrics: dict[str, Detector] = Field(default={}, max_length=32)
+    """metrics by name, each with its detector [loss: adwin]"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        unknown = [name for name, item in self.metrics.items() if item.better is None and direction_of(name) is None]
+        if unknown:
+            raise ValueError(f"metrics.{unknown[0]}.better: expected lower, higher or one")
+        return self
+
+    @property
+    def watched(self) -> dict[str, DetectorConfig]:
+        """The metrics that are watched."""
+        return self.metrics or {"loss": DetectorConfig()}
