@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 _FIRST_BLOCKS: Final = 40  # of some samples each, before the first look: their means are nearly normal
 _EVERY_S: Final = 1.0
-_AGAIN_S: Final = 30.0  # after versions that cannot be read
+_AGAIN_S: Final = 30.0  # after a call that failed
 
 
 class RecordSource(Protocol):
@@ -81,9 +81,14 @@ class LiveWatch:
             ServiceUnavailableError: Kafka does not answer.
         """
         now_s = self._clock()
-        if 0 <= self._next_s - now_s <= _AGAIN_S:
+        if 0 <= self._next_s - now_s <= _AGAIN_S:  # unless the clock was set back
             return None
+        self._next_s = now_s + _AGAIN_S
+        moved = self._look(now_s)
         self._next_s = now_s + _EVERY_S
+        return moved
+
+    def _look(self, now_s: float) -> MovedBack | None:
         pair = self._watched(self._store.read_marks())
         if pair != self._pair:
             self._begin(pair)
@@ -120,11 +125,9 @@ class LiveWatch:
     def _begin(self, pair: tuple[int, int] | None) -> None:
         self._pair, self._weights = None, None
         if pair is not None:
-            self._next_s = self._clock() + _AGAIN_S  # if one of these calls fails
             self._weights = self._read(pair[0]), self._read(pair[1])
             self._sequence = MeanSequence(_FIRST_BLOCKS, self._live.error)
             self._records.begin()
-            self._next_s = self._clock() + _EVERY_S
         self._pair = pair
 
     def _read(self, version: int) -> StoredWeights:

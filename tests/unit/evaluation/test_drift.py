@@ -13,7 +13,7 @@ from doll.config.drift import DriftConfig
 from doll.errors import ConfigError
 from doll.evaluation.drift import Drift, DriftWatch
 from doll.records.control import AnyRecord, Member, Update
-from fuzzing import ALL_EXAMPLES
+from fuzzing import ALL_EXAMPLES, seeds
 from pydantic import ValidationError
 from record_builders import term_started
 
@@ -49,7 +49,7 @@ def watched(values: Iterable[float], config: Any = None, name: str = "loss") -> 
 
 @pytest.mark.parametrize("detector", ["adwin", "page_hinkley", "kswin"])
 def test_a_planted_change_is_found_with_its_place(detector: str) -> None:
-    for seed in range(5):
+    for seed in seeds(10):
         rng = np.random.default_rng(seed)
         drifts = watched(
             [*losses(rng, 2_000), *losses(rng, 300, 0.8)], {"metrics": {"loss": detector}}

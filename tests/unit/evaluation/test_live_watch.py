@@ -94,10 +94,10 @@ def test_a_better_or_equal_version_stays(tmp_path: Path) -> None:
 
 
 def test_versions_that_are_equal_are_seldom_moved_back(tmp_path: Path) -> None:
-    """`error` is 5 %; here are ten streams of 100 looks."""
+    """`error` is 5 %; here are five streams of 100 looks."""
     rig, moves = LiveRig(tmp_path, 0.9, 0.901), 0
     rig.samples.slope = 0.9005
-    for _ in range(10):
+    for _ in range(5):
         rig.watch = rig.new_watch()
         moves += rig.looks(100) is not None
         if rig.stable != 2:
@@ -139,7 +139,7 @@ def test_nothing_moves_while_kafka_or_the_aliases_are_away(tmp_path: Path) -> No
     with pytest.raises(ServiceUnavailableError):
         rig.looks(2)
     rig.samples.is_away, rig.samples.count = False, 0
-    assert rig.looks(20) is None, "no record comes"
+    assert rig.looks(60) is None, "no record comes"
     rig.samples.count = 100
     marks = next(rig.folder.rglob("marks.json"))
     kept = marks.read_bytes()
@@ -147,4 +147,4 @@ def test_nothing_moves_while_kafka_or_the_aliases_are_away(tmp_path: Path) -> No
     with pytest.raises(CheckpointError):
         rig.looks(2)
     marks.write_bytes(kept)
-    assert rig.looks(60) is not None
+    assert rig.looks(100) is not None
