@@ -330,6 +330,13 @@ def test_the_model_has_each_joined_record_once_whoever_dies(
         "training.optimizer={name: sgd, lr: 1}", "worker.stall_timeout_s=600",
     )  # fmt: skip
     owner, rng = Owner(shown, clicks, retracts=True), random.Random(1)
+
+    def kill_role(name: str) -> None:
+        while name not in job.supervisor.handles():  # it waits to be started again
+            owner.write(5)
+            job.poll()
+        job.kill(name)
+
     job.start()
     names = ["joiner-0", "joiner-1"]
     job._start(job.spec("joiner-0", "joiner_role", 0))
@@ -345,11 +352,11 @@ def test_the_model_has_each_joined_record_once_whoever_dies(
             third.kill()
         match ("joiner", "worker", "joiner", "ps", "joiner", "worker", "broker", "joiner")[kill % 8]:
             case "joiner":
-                job.kill(rng.choice(names[: 1 if kill < 2 else 2]))
+                kill_role(rng.choice(names[: 1 if kill < 2 else 2]))
             case "worker":
-                job.kill(f"worker-{rng.randrange(2)}")
+                kill_role(f"worker-{rng.randrange(2)}")
             case "ps":
-                job.kill("ps")
+                kill_role("ps")
             case _:
                 broker.kill()
                 broker.start()
