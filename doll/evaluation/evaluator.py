@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from doll.evaluation.drift import Drift, DriftWatch
 
 log = telemetry.get_logger(__name__)
+
+_DRIFTS: Final = "drifts.jsonl"
 
 
 def _drift_watch(config: DriftConfig, after_term: int) -> DriftWatch:
@@ -101,9 +103,9 @@ class Evaluator:
         self._run_folder = run_folder
         self._redis_unavailable = self._reported_no_checkpoint = False
         self._last: Place | None = None
-        self._has_drifts = False
         self.history = History(after_term=after_term)
         run_folder.mkdir(parents=True, exist_ok=True)
+        (run_folder / _DRIFTS).unlink(missing_ok=True)
         self._restore(run_folder / "evaluations.csv")
         self._updates_file = CsvFile(run_folder / "updates.csv", self.history.updates)
         self._evaluations_file = CsvFile(run_folder / "evaluations.csv", self.history.evaluations)
@@ -143,10 +145,8 @@ class Evaluator:
         return drifts
 
     def _append_drifts(self, drifts: list[Drift]) -> None:
-        """Write the drifts to `drifts.jsonl`. Each process makes the file again from the topic."""
-        mode = "a" if self._has_drifts else "w"
-        self._has_drifts = True
-        with (self._run_folder / "drifts.jsonl").open(mode + "b") as file:
+        """Write the drifts to the file, which each process makes again from the topic."""
+        with (self._run_folder / _DRIFTS).open("ab") as file:
             file.writelines(msgspec.json.encode(drift) + b"\n" for drift in drifts)
 
     def evaluate_newest(self) -> Evaluation | None:

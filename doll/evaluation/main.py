@@ -100,10 +100,9 @@ def _follow(
             heartbeat_at_s = time.monotonic() + HEARTBEAT_EVERY_S
             publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values={}, time_s=time.time()))
         entries = tail.poll(POLL_S)
-        drifts = evaluator.feed([entry.record for entry in entries])
+        # An evaluator that was away finds what came meanwhile, and earlier drifts again: readers know these.
+        _publish_drifts(config, evaluator.feed([entry.record for entry in entries]), publisher)
         publisher.poll()
-        if tail.has_read_history(updates):  # earlier ones were published when they came
-            _publish_drifts(config, drifts, publisher)
         _publish_move(config, evaluator.watch_live(), publisher)
         finished = evaluator.history.finished
         # A Finished record from before the start of this process counts only if no other record follows it.

@@ -190,6 +190,7 @@ class ProgressModel:
         self._gone_since_s: dict[int, float] = {}  # Unix seconds of the first status without an absent worker
         self._worker_rates = WorkerRates()
         self._slow_workers: set[int] = set()
+        self._drifts: set[tuple[str, float]] = set()  # metric and version of those that are among the events
         self._has_diverged = False
         self._waiting: dict[int, str] = {}  # the reason why a worker cannot decode records
         self._lost: dict[int, list[Span]] = {}
@@ -342,6 +343,9 @@ class ProgressModel:
         before, after, since, version = (
             values.get(f"{names.DRIFT}_{fact}_{metric}", math.nan) for fact in ("before", "after", "since", "version")
         )
+        if (metric, version) in self._drifts:  # from an evaluator that was started again
+            return
+        self._drifts.add((metric, version))
         where = f"between versions {since:,.0f} and {version:,.0f}"
         self.add_event(f"drift: {metric} went from {before:.4g} to {after:.4g} {where}", None)
 

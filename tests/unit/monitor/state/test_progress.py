@@ -478,3 +478,15 @@ def test_a_version_that_gates_hold_back_is_an_event_and_changes_no_measured_valu
         model.feed(Metric(source="evaluator", values=values, time_s=2.0))
     assert [text for _, text in model.all_events] == ["version 7 was held back: auc, auc[0] (doll versions show)"]
     assert model.metric("evaluator", "loss") == 0.5
+
+
+def test_drifts_and_moves_back_are_events_once() -> None:
+    model = ProgressModel(job(), started_s=0.0)
+    facts = {"drift_before_auc": 0.8, "drift_after_auc": 0.6, "drift_since_auc": 90.0, "drift_version_auc": 99.0}
+    drift = {"drift": 1.0, **facts}
+    for values in (drift, drift, {"moved_back": 7.0, "moved_back_to": 5.0}):
+        model.feed(Metric(source="evaluator", values=values, time_s=1.0))
+    assert [text for _, text in model.all_events] == [
+        "drift: auc went from 0.8 to 0.6 between versions 90 and 99",
+        "version 7 was moved back to 5: worse on live records",
+    ]
