@@ -58,6 +58,7 @@ _COMMANDS: Final = {
     "doctor": Listed(_EXAMINE, "Check services, access rights and this machine.", "inspect:doctor"),
     "drill": Listed(_EXAMINE, "Inject faults into a job, then audit it."),
     "replay": Listed(_EXAMINE, "Rebuild a version from its event log.", "runs:replay_"),
+    "forget": Listed(_EXAMINE, "Remove records from a model.", "forget:forget"),
     "compare": Listed(_EXAMINE, "Run a job under several consistency policies.", "compare:compare"),
     "simulate": Listed(_EXAMINE, "Simulate a whole job in virtual time."),
     "profile": Listed(_EXAMINE, "Measure the layers of a model, for pipelines.", "profile:profile"),

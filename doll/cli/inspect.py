@@ -21,6 +21,9 @@ def audit(
     finished: Annotated[
         bool, typer.Option("--finished", help="Also fail if the job has not ended, or has ended with an error.")
     ] = False,
+    independent: Annotated[
+        bool, typer.Option("--independent", help="Audit again with other code, from topics alone, and compare.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Verify that every sample is applied exactly once, from checkpoint, updates and offsets. Exit code 4 if not.
@@ -30,18 +33,20 @@ def audit(
 
     Example: doll audit my.yaml
     """
-    from doll.run.status import audit_target, inputs_audit_of, require_finished
+    from doll.run.status import audit_target, inputs_audit_of, require_finished, second_audit_of
 
     job_target = job.target(run_folder)
     joined = inputs_audit_of(job_target)
     report = audit_target(job_target)
+    second = second_audit_of(job_target, report) if independent else None
     losses = report.losses() if report.loss_allowed else ()
     details = [*report.violations(), *losses, *report.unread_records(), *report.rolled_back()]
     name = "history" if job_target.config.data.join is None else "join"
     of_join = {} if joined is None else {name: dataclasses.asdict(joined)}
-    texts = ["\n  ".join([report.summary(), *details]), *([] if joined is None else [joined.text()])]
-    emit(as_json, report.to_dict() | of_join, "\n".join(texts))
-    if not report.ok or (joined is not None and not joined.ok):
+    texts = ["\n  ".join([report.summary(), *details]), *(item.text() for item in (joined, second) if item is not None)]
+    of_second = {} if second is None else {"independent": second.to_dict()}
+    emit(as_json, report.to_dict() | of_join | of_second, "\n".join(texts))
+    if not report.ok or any(item is not None and not item.ok for item in (joined, second)):
         raise typer.Exit(4)
     if finished:
         require_finished(job_target)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from doll.cli.groups import Commands
-from doll.cli.options import JobOptions, JsonOption, RunFolderOption, SetOption
-from doll.cli.output import emit
+from doll.cli.options import JobOptions, JsonOption, RunFolderOption, SetOption, duration
+from doll.cli.output import emit, emit_result, say
 
 if TYPE_CHECKING:
     from doll.run.target import Target
@@ -77,6 +77,40 @@ def diff(job: KeptOptions, a: VersionArgument, b: VersionArgument, as_json: Json
 
     between = diff_versions(job.target(), a, b)
     emit(as_json, between.to_dict(), diff_text(between))
+
+
+@versions_app.command("compare")
+def compare(
+    job: KeptOptions,
+    a: VersionArgument,
+    b: VersionArgument,
+    against: Annotated[
+        Path | None, typer.Option(metavar="JOB.yaml|RUN", help="The second version is of this job [default: the same].")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="loss, or a mean that Task.metrics returns.")] = "loss",
+    error: Annotated[
+        float, typer.Option(min=1e-9, max=0.5, help="Probability that the interval is ever wrong, over all looks.")
+    ] = 0.05,
+    seconds: Annotated[
+        float | None, duration("Time limit [default: until one version is better].", "--duration")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure two versions on the records that come now, until one is better beyond the noise.
+
+    Both versions compute the same new records of the samples topic, which neither has learned. The difference has an
+    interval that one may look at each second. A challenger, with another recipe or model on the same stream, is a
+    second job: --against.
+
+    Example: doll versions compare my.yaml stable latest --metric accuracy
+    """
+    from doll.run.live_comparison import compare_live
+
+    other = None if against is None else JobOptions(job=against).target()
+    emit_result(
+        as_json,
+        compare_live(job.target(), a, b, against=other, metric=metric, error=error, seconds=seconds, say=say),
+    )
 
 
 @versions_app.command("pin")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import ChainMap
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ import torch
 
 from doll.errors import ConfigError
 from doll.evaluation.gates import MAX_BLOCKS, Block
+from doll.evaluation.stored_weights import StoredWeights
 from doll.metrics.states import MetricState, merged, values_of
+from doll.model.flat_model import FlatModel
 from doll.task import passes, trees
 from doll.task.base import Task
 from doll.task.batches import SampleBatch, batch_of
@@ -138,3 +141,20 @@ class HeldOut:
             raise ConfigError(
                 f"{name} cannot be evaluated on its own held-out samples: {type(exc).__name__}: {exc}"
             ) from exc
+
+
+def block_means(
+    task: Task, model: FlatModel, weights: StoredWeights, samples: SampleBatch, metric: str
+) -> list[float]:  # fmt: skip
+    """Return the mean of a metric in each part of `samples` with a weight, by these weights. The parts are the same for
+    all models. NaN: the task has no mean of this name.
+
+    Raises:
+        ConfigError: as `HeldOut.evaluate`.
+    """
+    weights.load_into(model)
+    try:
+        blocks = HeldOut(task, samples.num_samples, samples).blocks(model.module)[0]
+    finally:
+        model.restore_buffers()
+    return [block.sums.get(metric, math.nan) / block.weight for block in blocks if block.weight > 0]

@@ -32,6 +32,10 @@ class LiveRecords:
     def take(self, task: Task, most: int) -> SampleBatch:
         """Return the samples of the newest records since the last call, `most` at most, in equal parts of the
         partitions. Records that cannot be decoded are left out: workers refuse and count them."""
+        return samples_of(self._config, task, self.take_raw(most))
+
+    def take_raw(self, most: int) -> RawRecords:
+        """Return the records of `take`. Their offsets are numbers from 0 on, since they are of several partitions."""
         bounds = self._bounds()
         share = -(-most // max(1, len(bounds)))
         messages: list[Any] = []
@@ -39,13 +43,18 @@ class LiveRecords:
             begin = max(low, self._next.get(partition, 0), high - share)
             messages += self._reader.client_messages(self._topic, partition, begin, high)
             self._next[partition] = high
-        values, envelopes = [message.value() for message in messages], messages if task.reads_envelopes else ()
-        data = self._config.data
-        return decode_records(
-            task, RawRecords(range(len(values)), values, 0, envelopes), samples_per_record=data.samples_per_record,
-            max_record_bytes=data.max_record_bytes, skip_tombstones=data.tombstones == "skip",
-        ).samples  # fmt: skip
+        return RawRecords(range(len(messages)), [message.value() for message in messages], 0, messages)
 
     def _bounds(self) -> dict[int, tuple[int, int]]:
         count = self._reader.num_partitions(self._topic)
         return dict(self._reader.bounds_of_partitions(self._topic, range(count)))
+
+
+def samples_of(config: JobConfig, task: Task, records: RawRecords) -> SampleBatch:
+    """Return the samples of records, as a worker of the job decodes them."""
+    data = config.data
+    return decode_records(
+        task, records if task.reads_envelopes else records._replace(envelopes=()),
+        samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes,
+        skip_tombstones=data.tombstones == "skip",
+    ).samples  # fmt: skip

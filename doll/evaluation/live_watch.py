@@ -17,8 +17,7 @@ import numpy as np
 
 from doll.config import JobConfig
 from doll.errors import ConfigError
-from doll.evaluation.gates import Block
-from doll.evaluation.heldout import HeldOut
+from doll.evaluation.heldout import block_means
 from doll.evaluation.stored_weights import StoredWeights, newest_weights
 from doll.model.flat_model import FlatModel
 from doll.storage.stores import open_store
@@ -141,29 +140,21 @@ class LiveWatch:
     def _differences(self, samples: SampleBatch) -> Floats | None:
         """Return by how much the new version is worse in each block of the samples; None: it cannot be computed."""
         assert self._weights is not None
-        held_out = HeldOut(self._task, samples.num_samples, samples)
         try:
-            older = self._measured(held_out, self._weights[1])
+            older = self._measured(samples, self._weights[1])
         except ConfigError as exc:  # metrics may refuse samples that losses accept
             log.warning("live_records_not_measured", reason=str(exc))
             return None
         try:
-            newer = self._measured(held_out, self._weights[0])
+            newer = self._measured(samples, self._weights[0])
         except ConfigError as exc:  # or the outputs of a spoiled model
             log.warning("live_records_not_measured", reason=str(exc))
             newer = [math.nan] * len(older)
         pairs = [(a, b) for a, b in zip(newer, older, strict=True) if math.isfinite(b)]
         return self._live.sign * np.array([a - b for a, b in pairs]) if pairs else None
 
-    def _measured(self, held_out: HeldOut, weights: StoredWeights) -> list[float]:
-        weights.load_into(self._model)
-        try:
-            return [self._value(block) for block in held_out.blocks(self._model.module)[0] if block.weight > 0]
-        finally:
-            self._model.restore_buffers()
-
-    def _value(self, block: Block) -> float:
-        return block.sums.get(self._live.metric, math.nan) / block.weight
+    def _measured(self, samples: SampleBatch, weights: StoredWeights) -> list[float]:
+        return block_means(self._task, self._model, weights, samples, self._live.metric)
 
     def _move_back(self, pair: tuple[int, int], check: Check, now_s: float) -> MovedBack | None:
         version, to = pair

@@ -28,7 +28,7 @@ from doll.kafka.samples_topic import deleted_before, replaced_topic
 from doll.ledger.balance import Ledger, LedgerReport, Range, named
 from doll.ledger.lineage import GenerationFilter, Lineage, UpdatesRecord
 from doll.ledger.snapshot_counts import read_counts
-from doll.ledger.valid_updates import DurableModel
+from doll.ledger.valid_updates import DurableModel, ValidUpdates
 from doll.records.control import DeadLetter, Finished, TermStarted, Update
 from doll.services import Services
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
@@ -90,6 +90,13 @@ def _other_topic(config: JobConfig, services: Services, checkpoint: Checkpoint |
     return [problem] if problem else []
 
 
+def durable_updates(config: JobConfig, reader: RangeReader, checkpoint: Checkpoint) -> ValidUpdates:
+    """Return the updates that `checkpoint` contains, in their order, to be iterated over once. Raises the errors of
+    `build_ledger`."""
+    records = _GenerationUpdates(config, reader, checkpoint)
+    return ValidUpdates(records, _durable(config, reader, checkpoint, records, ""))
+
+
 def build_ledger(
     config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, location: str = "the checkpoint store"
 ) -> tuple[Ledger, GenerationFilter]:
@@ -139,7 +146,7 @@ def _durable(
     samples = config.topic("samples")
     if checkpoint is not None:
         counts = structs.asdict(read_counts(config, checkpoint.state)) | {"version": checkpoint.version}
-        durable = DurableModel(**counts, term=checkpoint.term, location=location)
+        durable = DurableModel(**counts, term=checkpoint.term, location=location, chain=checkpoint.chain)
     else:
         first = next((record for record in records if isinstance(record, TermStarted)), None)
         if first is None:

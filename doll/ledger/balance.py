@@ -1,10 +1,10 @@
 """The ledger: the proof that each sample is in the durable model exactly once, is not yet applied, or is dead-lettered.
 
 Each offset of each partition must have exactly one state. It is not yet applied, applied in exactly one update of the
-durable model, held out (`evaluation.holdout`), dead-lettered, lost, or skipped on request by a rollback. The ledger
-checks this with four sources,
-written by different processes: the update records (`doll.ledger.valid_updates` decides which of them count), the dead
-letters, the checkpoint's counts of applied batches, and the partitions' ends.
+durable model, held out (`evaluation.holdout`), dead-lettered, lost, or, on request, skipped by a rollback or removed by
+`doll forget`. The ledger checks this with four sources, written by different processes: the update records
+(`doll.ledger.valid_updates` decides which of them count), the dead letters, the checkpoint's counts of applied batches,
+and the partitions' ends.
 
 An offset is dead only if the update that counts says so. If a worker dies before its batch is durable, the batch is
 decoded and computed again, perhaps with a corrected task. A record that the earlier process refused may then be
@@ -26,17 +26,19 @@ from doll.ledger.offset_ranges import Span
 from doll.ledger.valid_updates import DurableModel, ValidUpdates
 from doll.records.bounds import Bounds, Cuts, Grid
 from doll.records.control import DeadLetter, Member, Update
+from doll.records.rollbacks import forgotten
 
 _NAMED: Final = 8  # maximum number of ranges in a message; the report contains all
 # Counts of a report that are sums over the partitions. Fields with ranges, each with the count that it belongs to.
 _SUMS: Final = (
-    "produced", "applied", "held_out", "pending", "dead", "gaps", "superseded", "lost", "skipped", "unread",
+    "produced", "applied", "held_out", "forgotten", "pending", "dead", "gaps", "superseded", "lost", "skipped",
+    "unread",
 )  # fmt: skip
 _RANGES: Final = {
     "missing": "missing", "twice": "twice", "gap_ranges": "gaps", "lost_ranges": "lost", "skipped_ranges": "skipped",
-    "unread_ranges": "unread",
+    "unread_ranges": "unread", "forgotten_ranges": "forgotten",
 }  # fmt: skip
-OffsetState = Literal["pending", "applied", "held out", "partly", "dead", "absent", "skipped"]
+OffsetState = Literal["pending", "applied", "held out", "partly", "dead", "absent", "skipped", "forgotten"]
 
 
 class Range(NamedTuple):
@@ -73,6 +75,7 @@ class PartitionCounts:
     skipped: int = 0
     unread: int = 0
     held_out: int = 0
+    forgotten: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,8 @@ class LedgerReport:
     unread: int = 0
     unread_ranges: tuple[Range, ...] = ()  # the ranges of these offsets
     held_out: int = 0  # offsets whose records the model has not learned, as the job file says
+    forgotten: int = 0  # offsets that `doll forget` has removed from the model after they were applied
+    forgotten_ranges: tuple[Range, ...] = ()  # the ranges of these offsets
 
     @property
     def ok(self) -> bool:
@@ -122,6 +127,7 @@ class LedgerReport:
         skipped = f", {self.skipped} skipped by doll rollback" if self.skipped else ""
         superseded = f", {self.superseded} dead letters superseded" if self.superseded else ""
         held_out = f", {self.held_out} held out" if self.held_out else ""
+        held_out += f", {self.forgotten} removed by doll forget" if self.forgotten else ""
         others = f"; {len(self.problems)} other problems" if self.problems else ""
         return (
             f"audit: {self.produced} offsets produced, {self.applied} applied exactly once{held_out}, "
@@ -148,9 +154,10 @@ class LedgerReport:
         return [where] if self.unread_ranges else []
 
     def rolled_back(self) -> list[str]:
-        """Return the rollbacks, one line each, and a line with the records that they have skipped."""
-        skipped = f"skipped by doll rollback: {named(self.skipped_ranges)}"
-        return [*self.rollbacks, *([skipped] if self.skipped_ranges else [])]
+        """Return the rollbacks, one line each, and lines with the records that they have skipped or removed."""
+        lines = [f"skipped by doll rollback: {named(self.skipped_ranges)}"] if self.skipped_ranges else []
+        lines += [f"removed by doll forget: {named(self.forgotten_ranges)}"] if self.forgotten_ranges else []
+        return [*self.rollbacks, *lines]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON, with ranges as [partition, lo, hi]."""
@@ -184,6 +191,7 @@ class PartitionAccount:
         self._grid = 0  # the grid of the batches that are being added
         self.origin, self.until = self._grids[0].bounds.origin, self._grids[-1].until
         self._skipped = offset_ranges.union((grid.until, grid.until + grid.skipped) for grid in self._grids)
+        self._forgotten = offset_ranges.union(forgotten(durable.rollbacks, partition))
         self._spans: list[Span] = []
         self._dead = array("q")
         self._gaps: list[Span] = []
@@ -247,13 +255,15 @@ class PartitionAccount:
             return "absent"
         if offset_ranges.contains(self._held_out_spans, offset):
             return "held out"
+        if offset_ranges.contains(self._forgotten, offset):
+            return "forgotten"
         return "partly" if offset_ranges.contains(self._partly_spans, offset) else "applied"
 
     def evaluate(
         self, low: int | None, end: int, present: Iterable[Span], finished: bool, problems: list[str], first: int
     ) -> PartitionResult:
-        """Assign each offset below the end of the durable model to one of missing, twice, gap, lost, dead, held out and
-        applied. Assign each later offset to lost (no longer in the log) or pending.
+        """Assign each offset below the end of the durable model to one of missing, twice, gap, lost, dead, held out,
+        forgotten and applied. Assign each later offset to lost (no longer in the log) or pending.
 
         Args:
             low: the first offset that the log still holds. None: unknown.
@@ -310,16 +320,17 @@ class PartitionAccount:
         rest = prefix
         parts = []
         absent = offset_ranges.union([*offset_ranges.subtract(prefix, covered), *unlettered, *filled])
-        for kind in (absent, doubled, lost, gaps, dead, held_out):
+        for kind in (absent, doubled, lost, gaps, dead, held_out, self._forgotten):
             parts.append(offset_ranges.intersect(rest, kind))
             rest = offset_ranges.subtract(rest, kind)
-        missing, twice, lost, empty, dead, held_out = parts
+        missing, twice, lost, empty, dead, held_out, removed = parts
         # Not in the durable model, and not in the log any more.
         behind = _span(self.until, min(low, end))
         unread = offset_ranges.union([*_span(first, self.origin), *(behind if finished else [])])
         lost = offset_ranges.union([*lost, *([] if finished else behind)])
         places = {
             "missing": missing, "twice": twice, "gaps": empty, "lost": lost, "skipped": self._skipped, "unread": unread,
+            "forgotten": removed,
         }  # fmt: skip
         line = PartitionCounts(
             partition=self.partition,
@@ -469,7 +480,8 @@ class Ledger:
         Returns:
             "pending": not yet applied; "applied"; "partly": applied, in a batch with refused samples inside packed
             records; "held out": not learned; "dead": refused in the update that counts; "absent": the log held no
-            record when the batch was read; "skipped": a rollback has left it out.
+            record when the batch was read; "skipped": a rollback has left it out; "forgotten": `doll forget` has
+            removed it.
         """
         return self._accounts[partition].offset_state(offset) if 0 <= partition < len(self._accounts) else "pending"
 

@@ -26,6 +26,7 @@ class DurableModel(SnapshotCounts, frozen=True, kw_only=True):
 
     term: int  # term of its server; 0: there is no checkpoint
     location: str = "the checkpoint store"  # folder or URL of the checkpoints, for messages
+    chain: bytes = b""  # hash of its last update (`doll.records.chain`); b"": none, or of an earlier release
 
     @property
     def grids(self) -> tuple[Grid, ...]:
@@ -61,6 +62,7 @@ class ValidUpdates:
         servers, newest = 0, 0
         finished: Finished | None = None
         later_update: Update | None = None
+        last_update: Update | None = None
         for record in self.records:
             if record.term < newest:  # written by a fenced server
                 self.voided += isinstance(record, Update)
@@ -88,11 +90,18 @@ class ValidUpdates:
                     elif record.version <= min(void_limits[servers], self.durable.version):
                         if later_update is None and record.term > self.durable.term:
                             later_update = record
+                        last_update = record
                         yield record
                 case Finished():
                     finished = record
         self._void_above(_left_from(newest, float("inf"), rollbacks))
         self._finish(finished, later_update)
+        if last_update is not None and self.durable.chain and last_update.chain != self.durable.chain:
+            self.problems.append(
+                f"update {last_update.version} in the topic has hash {last_update.chain.hex() or 'none'}, and the "
+                f"checkpoint expects {self.durable.chain.hex()}: the records of updates were changed (doll audit "
+                "--independent)"
+            )
         if not self.durable.term and (servers or self._versions):
             self._report_no_checkpoint(servers, finished)
 

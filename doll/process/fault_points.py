@@ -38,6 +38,8 @@ POINTS: Final = (
     "regrid.after_checkpoint",
     "regrid.after_copy",
     "regrid.after_job",
+    "forget.after_claim",
+    "forget.after_checkpoint",
     "rollback.after_claim",
     "rollback.after_checkpoint",
 )

@@ -175,8 +175,10 @@ class _Launch:
 
         blobs = open_blobs(config, services, give_up=give_up)
         start = self._start(checkpoint, term, generation=term if lineage.newest_term else 0)
+        chain = b""
         if start.checkpoint:
             initial = None
+            chain = checkpoint.chain if checkpoint is not None else b""
         if initial is not None:
             initial.load_into(model)
             log.info("initial_weights", **initial.report.to_dict())
@@ -195,6 +197,7 @@ class _Launch:
         server = ParameterServer(
             config, engine=engine, host=host, store=self._store, outbox=channel, event_log=event_log,
             channel_report=channel.report, publish_workers=worker_count.set, layout=model.layout, code=self._code,
+            chain=chain,
         )  # fmt: skip
         watch = None
         if engine.start.samples_id:

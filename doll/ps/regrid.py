@@ -155,7 +155,7 @@ def converted(
         tensors |= renumbered(tensors, name, state.version - before.version)
     checkpoint = Checkpoint(
         job=config.job, fingerprint=mark, term=term, version=state.version, state=encode_snapshot(state),
-        tensors=tensors, layout=model.layout, code=before.code,
+        tensors=tensors, layout=model.layout, code=before.code, chain=before.chain,
     )  # fmt: skip
     _require_fit(config, before, state)
     return checkpoint, _optimizer_state(config, why_new)

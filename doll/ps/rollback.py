@@ -101,6 +101,12 @@ def _begin(
     if newest.version <= to:
         raise ConfigError(f"expected a version before the newest one, {newest.version}, got {to}")
     last, earlier = decode_snapshot(newest), decode_snapshot(then)
+    removed = max((item.version for item in last.rollbacks if item.forgot), default=0)
+    if to < removed:
+        raise ConfigError(
+            f"expected version {removed} or a later one, got {to}: version {removed} has removed records from the "
+            "model (doll forget), and an earlier version has learned them or would learn them again"
+        )
     if is_left(last.rollbacks, then.term, then.version, earlier.grid):
         raise VersionUnknownError(
             f"{store.location}: expected a version that the newest one has gone through, got {to}, which was left by a "

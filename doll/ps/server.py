@@ -45,6 +45,7 @@ from doll.ps.engine.measures import FreshnessMeter, PolicyMeasures
 from doll.ps.engine.stopping import StallDetector
 from doll.ps.event_log import FileEventLog
 from doll.ps.model.model_host import ModelHost
+from doll.records.chain import chained
 from doll.records.control import (
     AnyRecord,
     Durable,
@@ -125,10 +126,12 @@ class ParameterServer:
         publish_workers: Callable[[int], bool] = lambda workers: True,
         layout: WeightsLayout = NO_LAYOUT,
         code: str = "",
+        chain: bytes = b"",
     ) -> None:
         """`publish_workers`: publishes the job's number of workers for spare processes, and returns whether this has
         succeeded. `channel_report`: returns counters and, for each worker with a control link, the kind of its link.
-        `layout`, `code`: layout of the weights and checksum of the task's source, for readers of checkpoints."""
+        `layout`, `code`: layout of the weights and checksum of the task's source, for readers of checkpoints. `chain`:
+        hash of the last update of the model (`doll.records.chain`)."""
         self.engine = engine
         self._config = config
         self._host = host
@@ -138,7 +141,7 @@ class ParameterServer:
         self._event_log = event_log
         self._channel_report = channel_report
         self._publish_workers = publish_workers
-        self._layout, self._code = layout, code
+        self._layout, self._code, self._chain = layout, code, chain
         self._workers_published = 0
         self._updates_sent = 0
         self.checkpoints = CheckpointWriter(
@@ -454,6 +457,9 @@ class ParameterServer:
         self._outbox.flush(10.0)
 
     def _send_update(self, record: TermStarted | Update | Finished) -> None:
+        if isinstance(record, Update):
+            record = chained(record, self._chain)
+            self._chain = record.chain
         self._updates_sent += 1
         self._outbox.send_update(record)
 
@@ -461,6 +467,7 @@ class ParameterServer:
         return Checkpoint(
             job=self._config.job, fingerprint=self.engine.settings.fingerprint, term=self.engine.term, version=version,
             state=encode_snapshot(snapshot), tensors=self._host.tensors(), layout=self._layout, code=self._code,
+            chain=self._chain,
         )  # fmt: skip
 
     def _finish(self, action: ev.Finish) -> None:

@@ -422,6 +422,7 @@ class Update(ControlRecord, frozen=True):
     settled: tuple[tuple[int, int], ...] = ()  # (partition, until): batches below `until` are complete
     events: EventSpan = NO_EVENTS  # the event times of all records in the version
     held_out_score: HeldOutScore | None = None  # of the samples of all `held_out`; None: there are none
+    chain: bytes = b""  # hash of this record and of the update before it (`doll.records.chain`); b"": earlier release
 
     @property
     def total_weight(self) -> float:

@@ -33,6 +33,7 @@ from doll.storage.stores import open_store
 
 if TYPE_CHECKING:
     from doll.join.audit import JoinReport
+    from doll.ledger.second_audit import SecondReport
     from doll.producers.history import HistoryReport
 
 _SILENT = {
@@ -151,6 +152,15 @@ def audit_target(target: Target) -> LedgerReport:
     """
     target, services = reachable_kafka(target)
     return audit(target.config, services, open_store(target.config, target.run.path))
+
+
+def second_audit_of(target: Target, first: LedgerReport) -> SecondReport:
+    """Audit the job again with other code, and compare with the first audit. Raise ServiceUnavailableError if the
+    broker does not answer."""
+    from doll.ledger.second_audit import audit_again
+
+    target, services = reachable_kafka(target)
+    return audit_again(target.config, services, first)
 
 
 def inputs_audit_of(target: Target) -> JoinReport | HistoryReport | None:

@@ -84,6 +84,7 @@ class Checkpoint:
     tensors: Mapping[str, npt.NDArray[Any]]  # weights and optimizer state by name, any dtype of safetensors
     layout: WeightsLayout = NO_LAYOUT  # layout of the weights; empty in a checkpoint of an earlier release
     code: str = ""  # see `doll.task.base.source_checksum`; "": unknown
+    chain: bytes = b""  # hash of the model's last update (`doll.records.chain`); b"": it has none
 
 
 class DamagedError(CheckpointError):
@@ -104,6 +105,7 @@ class CheckpointHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     tensors_bytes: _Count
     layout: WeightsLayout = NO_LAYOUT
     code: str = ""
+    chain: bytes = b""
     state: bytes = b""
 
 
@@ -127,6 +129,7 @@ def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
             tensors_bytes=sum(map(len, tensors)),
             layout=checkpoint.layout,
             code=checkpoint.code,
+            chain=checkpoint.chain,
         )
     )
     parts = [_PREFIX.pack(MAGIC, SCHEMA_VERSION, len(head)), head, checkpoint.state, *tensors]
@@ -190,6 +193,7 @@ def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Che
         tensors=tensors,
         layout=head.layout,
         code=head.code,
+        chain=head.chain,
     )
 
 
@@ -283,6 +287,11 @@ class CheckpointStore(ABC):
         """Return the checkpoints that `versions` lists, with their sizes and the times when they were saved."""
 
     @abstractmethod
+    def delete(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Delete these checkpoints, (term, version), also if they have marks. Raise CheckpointError if one of them
+        cannot be deleted, and ValueError if the newest checkpoint is among them."""
+
+    @abstractmethod
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
         """Return the bytes of a checkpoint, or the first `size`. Raise FileNotFoundError if it was deleted
         meanwhile."""
@@ -331,6 +340,13 @@ class CheckpointStore(ABC):
                     raise
                 return after
         raise CheckpointError(f"{self.location}/{MARKS} was changed {_MARK_ATTEMPTS} times while it was to be changed")
+
+    def _but_newest(self, keys: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the keys in their order. Raise ValueError if the newest checkpoint is among them."""
+        chosen = sorted(keys)
+        if self.versions()[-1:] == chosen[-1:] != []:
+            raise ValueError(f"expected checkpoints other than the newest one, got {chosen[-1]}")
+        return chosen
 
     def _require_kept(self, marks: VersionMarks, wanted: Iterable[int]) -> None:
         if not (wanted := set(wanted)):

@@ -16,7 +16,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -98,6 +98,12 @@ class FileCheckpointStore(CheckpointStore):
                     self._delete_old(checkpoint.term)
             finally:
                 temporary.unlink(missing_ok=True)
+
+    def delete(self, keys: Iterable[tuple[int, int]]) -> None:
+        with self._translate_errors("delete a checkpoint in"), self._locked():
+            for key in self._but_newest(keys):
+                self._path(*key).unlink(missing_ok=True)
+            _fsync_folder(self.folder)
 
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
         with (

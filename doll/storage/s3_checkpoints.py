@@ -21,7 +21,7 @@ leaves either a complete checkpoint, or a checkpoint that is not valid.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -147,6 +147,11 @@ class S3CheckpointStore(CheckpointStore):
             old = {item.key for item in self._obsolete(listing.stored())}
             old |= set(listing.checkpoints).difference(listing.versions())  # checkpoints that are not valid
             self._delete([checkpoint_name(*key) for key in sorted(old)] + listing.old_claims)
+
+    def delete(self, keys: Iterable[tuple[int, int]]) -> None:
+        with self._translate_errors("delete a checkpoint in"):
+            for key in self._but_newest(keys):
+                self._client.delete_object(Bucket=self._bucket, Key=self._prefix + checkpoint_name(*key))
 
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
         name = checkpoint_name(term, version)

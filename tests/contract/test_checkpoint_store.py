@@ -371,3 +371,16 @@ def test_a_head_says_what_a_checkpoint_is_without_its_tensors(kit: Kit) -> None:
         kit.store.read_head(1, 7)
     with pytest.raises(CheckpointError, match="expected a checkpoint of job 'other'"):
         kit.again("other").read_head(1, 30)
+
+
+def test_chosen_checkpoints_are_deleted_also_with_marks_and_never_the_newest(kit: Kit) -> None:
+    store = kit.store
+    for version in (1, 2, 3):
+        store.save(checkpoint(1, version))
+    store.change_marks(lambda marks: marks.with_pin(1))
+    store.delete([(1, 1), (1, 2)])
+    assert store.versions() == [(1, 3)]
+    store.delete([(1, 1)])  # a second time
+    with pytest.raises(ValueError, match="other than the newest one"):
+        store.delete([(1, 3)])
+    assert store.versions() == [(1, 3)]

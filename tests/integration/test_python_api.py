@@ -70,7 +70,14 @@ def test_pairs_of_a_generator_become_an_audited_model(tmp_path: Path, shared: st
     assert (again.samples, again.version) == (run.samples, run.version)
     _check_model(again, held_out)
 
-    # It goes on with more samples, in the same folder and with the same audit.
+
+def test_a_run_goes_on_with_more_samples_and_another_begins_with_its_weights(tmp_path: Path, shared: str) -> None:
+    held_out = [pair for pair, _ in zip(_pairs(1), range(200), strict=False)]
+    run = doll.train(
+        Blobs, _pairs(), name=shared, held_out=held_out, stop=_STOP, settings=_SETTINGS, runs_folder=tmp_path,
+        progress=False,
+    )  # fmt: skip
+    # In the same folder and with the same audit.
     before = run.samples
     more = doll.train(source=itertools.islice(_pairs(3), 320), resume=run, progress=False)
     assert more.folder == run.folder

@@ -87,7 +87,12 @@ class Rig:
         )
         self.store.save(
             Checkpoint(
-                job="j", fingerprint=self.fingerprint, term=self.term, version=version, state=state, tensors=tensors
+                job=self.config.job,
+                fingerprint=self.fingerprint,
+                term=self.term,
+                version=version,
+                state=state,
+                tensors=tensors,
             )
         )
 

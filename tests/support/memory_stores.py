@@ -9,7 +9,7 @@ import copy
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from doll.errors import BlobError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer, NearBlobs
@@ -107,6 +107,11 @@ class MemoryCheckpointStore(CheckpointStore):
             self.saved.append(key)
             for old in self._obsolete(self.stored()):
                 del self._held[old.key]
+
+    def delete(self, keys: Iterable[tuple[int, int]]) -> None:
+        with self._lock:
+            for key in self._but_newest(keys):
+                self._held.pop(key, None)
 
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from doll.producers.sources import Stream
 from doll.task.base import Sample, Task
 
 
@@ -34,3 +36,10 @@ class Parts(Task):
 
     def forward(self, model: Any, x: torch.Tensor) -> Any:
         return model.trunk(getattr(model, self.body)(model.bag(x)))
+
+
+def bags(stream: Stream) -> Iterator[bytes]:
+    """Records of `Parts`, without an end."""
+    rng = stream.rng()
+    while True:
+        yield rng.integers(0, 10, 5).astype("<i8").tobytes()

@@ -150,6 +150,7 @@ def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
         "unread": ledger.unread,
         "skipped": ledger.skipped,
         "held_out": ledger.held_out,
+        "forgotten": ledger.forgotten,
         "rolled_back": ledger.rolled_back(),
         "summary": ledger.summary(),
         "violations": ledger.violations(),

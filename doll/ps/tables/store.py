@@ -208,6 +208,10 @@ class TableStore:
     def totals(self) -> dict[str, Totals]:
         return {name: table.totals for name, table in self.bounded.items()}
 
+    def read(self, name: str, ids: Ids) -> Rows:
+        """Return a copy of the current rows of these ids of table `name` (GET)."""
+        return self._named(name).read(ids)
+
     def add(self, contribution: Mapping[str, Rows], number: int = 0) -> None:
         """Add the contribution of one set, with this number, to the next update, after earlier contributions."""
         for name, rows in contribution.items():

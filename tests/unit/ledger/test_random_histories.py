@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 from doll.ledger import offset_ranges
 from doll.ledger.balance import LedgerReport, Range
+from doll.ledger.second_audit import SecondReport, balanced, compared
 from doll.ledger.valid_updates import DurableModel
-from doll.records.control import DeadLetter, Finished, Member, TermStarted, Update
+from doll.records.chain import chained
+from doll.records.control import DeadLetter, Finished, Member, TermStarted, Update, encode
 from fuzzing import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -312,3 +315,116 @@ def covers(ranges: tuple[Range, ...], members: Any) -> bool:
     said = {(r.partition, offset) for r in ranges for offset in range(r.lo, r.hi)}
     meant = {(m.worker, offset) for m in members for offset in range(m.lo, m.hi)}
     return said == meant
+
+
+# --- the second audit -------------------------------------------------------------------------------------------------
+
+
+def linked(records: Sequence[TermStarted | Update | Finished]) -> list[TermStarted | Update | Finished]:
+    """The records with the hashes that their servers would give them."""
+    hashes: dict[int, dict[int, bytes]] = {}  # by term and version
+    made: list[TermStarted | Update | Finished] = []
+    for record in records:
+        if isinstance(record, TermStarted):
+            terms = [term for term, at in hashes.items() if term < record.term and record.resumed_version in at]
+            before = hashes[max(terms)][record.resumed_version] if terms else b""
+            hashes[record.term] = {record.resumed_version: before}
+        elif isinstance(record, Update):
+            record = chained(record, hashes[record.term].get(record.version - 1, b""))
+            hashes[record.term][record.version] = record.chain
+        made.append(record)
+    return made
+
+
+def second(history: History) -> SecondReport:
+    updates = [record for record in history.records if isinstance(record, Update)]
+    gaps = {
+        n: offset_ranges.union(
+            gap for update in updates for item in update.members if item.partition == n for gap in item.gaps
+        )
+        for n in range(len(history.ends))
+    }  # fmt: skip
+
+    def present(partition: int, lo: int, hi: int) -> list[int]:
+        return [offset for offset in range(lo, hi) if not offset_ranges.contains(gaps[partition], offset)]
+
+    return balanced(
+        [encode(record) for record in linked(history.records)],
+        [(letter.partition, letter.offset) for letter in history.letters if letter.whole],
+        list(zip(history.durable.origins, history.ends, strict=True)), present, until=history.durable.version,
+    )  # fmt: skip
+
+
+@given(rng=RNG, steps=st.integers(0, 60), save_at_end=st.booleans())
+@settings(max_examples=examples(300))
+def test_the_second_audit_agrees(rng: random.Random, steps: int, save_at_end: bool) -> None:
+    history = play(rng, steps=steps, save_at_end=save_at_end)
+    report = compared(second(history), history.report())
+    assert report.ok, report.problems
+    assert report.text().startswith(f"independent audit: {history.durable.version} updates")
+
+
+@given(rng=RNG, damage=st.sampled_from(["dropped", "again", "letter", "torn"]))
+@settings(max_examples=examples(200))
+def test_the_second_audit_notices_damage(rng: random.Random, damage: str) -> None:
+    history = play(rng, steps=60)
+    places = history.durable_updates()
+    assume(len(places) > 1)
+    sound = history.report()
+    at, other = rng.sample(places, 2)
+    update, twice = history.records[at], history.records[other]
+    assert isinstance(update, Update)
+    assert isinstance(twice, Update)
+    match damage:
+        case "dropped":
+            del history.records[at]
+        case "again":
+            members = (*twice.members, update.members[0])
+            history.records[other] = msgspec.structs.replace(twice, members=members)
+        case "letter":
+            dead = [(item.partition, offset) for item in update.members for offset in item.dead]
+            assume(dead)
+            history.letters = [letter for letter in history.letters if (letter.partition, letter.offset) != dead[0]]
+        case "torn":
+            report = balanced([b"\xd0\x0b\xff", None, b""], [], [(0, 5)], lambda *places: range(5), until=3)
+            assert len(report.problems) == 3
+            return
+    report = compared(second(history), sound)
+    assert not report.ok
+
+
+@given(rng=RNG, damage=st.sampled_from(["loss", "order", "hash"]))
+@settings(max_examples=examples(200))
+def test_the_chain_shows_a_change_that_no_count_shows(rng: random.Random, damage: str) -> None:
+    history = play(rng, steps=60)
+    places = history.durable_updates()
+    assume(len(places) > 1)
+    records = linked(history.records)
+    at = rng.choice(places[:-1])
+    update = records[at]
+    assert isinstance(update, Update)
+    match damage:
+        case "loss":
+            records[at] = msgspec.structs.replace(update, loss=update.loss + 1)
+        case "order":
+            assume(len(update.members) > 1 and update.members[::-1] != update.members)
+            records[at] = msgspec.structs.replace(update, members=update.members[::-1])
+        case "hash":
+            records[at] = msgspec.structs.replace(update, chain=bytes(16))
+    report = balanced(
+        [encode(record) for record in records], [(letter.partition, letter.offset) for letter in history.letters],
+        list(zip(history.durable.origins, history.ends, strict=True)), lambda *places: (),
+        until=history.durable.version,
+    )  # fmt: skip
+    assert any(f"update {update.version}: its hash does not fit" in problem for problem in report.problems)
+
+
+def test_a_checkpoint_names_the_hash_of_its_last_update() -> None:
+    history = play(random.Random(3), steps=60, save_at_end=True)
+    records = linked(history.records)
+    last = records[history.durable_updates()[-1]]
+    assert isinstance(last, Update)
+    durable = msgspec.structs.replace(history.durable, chain=last.chain)
+    assert history.report(durable=durable, records=records).ok
+    report = history.report(durable=msgspec.structs.replace(durable, chain=b"another"), records=records)
+    assert any("the records of updates were changed" in problem for problem in report.problems)

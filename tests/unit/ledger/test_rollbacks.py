@@ -34,7 +34,7 @@ def learned(term: int, version: int, partition: int, lo: int) -> Update:
     return Update(term=term, version=version, members=(batch,), n_samples=10, loss=1.0)
 
 
-BEFORE = (began(1, 0), up(1, 1, (0, 0)), up(1, 2, (1, 0)), up(1, 3, (0, 1)))
+BEFORE: tuple[TermStarted, Update, Update, Update] = (began(1, 0), up(1, 1, (0, 0)), up(1, 2, (1, 0)), up(1, 3, (0, 1)))
 SKIP = Rollback(to=1, grid=0, version=4, term=2, skipped=True)
 REPLAY = Rollback(to=1, grid=0, version=4, term=2)
 # Version 4 is version 1 again: offsets 10 to 19 of both partitions were learned since.
@@ -121,3 +121,35 @@ def test_a_second_rollback_leaves_the_first_one_and_grids_in_it() -> None:
     report = balance(durable=durable, ends=(40, 40), records=records, dead_letters=[])
     assert report.ok, report.violations()
     assert (report.applied, report.skipped, report.voided) == (10, 0, 3)
+
+
+FORGOT = Rollback(to=3, grid=0, version=4, term=2, forgot=(((3, 5), (12, 13)), ((9, 10),)))
+# Version 4 is version 3 without four records of partition 0 and 1.
+FORGETFUL = DurableModel(
+    term=2, version=4, applied=(0, 0), origins=(20, 10), records_per_batch=10,
+    earlier_grids=(grid(3, 2, 1),), rollbacks=(FORGOT,),
+)  # fmt: skip
+
+
+def test_records_that_were_removed_count_apart() -> None:
+    report = balance(durable=FORGETFUL, ends=(40, 40), records=BEFORE, dead_letters=[])
+    assert report.ok, report.violations()
+    assert (report.applied, report.forgotten, report.pending, report.voided) == (26, 4, 50, 0)
+    assert report.produced == report.applied + report.forgotten + report.pending
+    assert report.forgotten_ranges == (Range(0, 3, 5), Range(0, 12, 13), Range(1, 9, 10))
+    assert "26 applied exactly once, 4 removed by doll forget" in report.summary()
+    assert report.rolled_back() == [
+        "version 4 is version 3 without 4 of its records (doll forget)",
+        "removed by doll forget: partition 0: 3-4, partition 0: 12, partition 1: 9",
+    ]
+    ledger = Ledger(FORGETFUL, BEFORE)
+    states = [ledger.offset_state(0, offset) for offset in (2, 3, 12, 13, 25)]
+    assert states == ["applied", "forgotten", "forgotten", "applied", "pending"]
+
+
+def test_a_record_that_was_dead_is_not_removed_again() -> None:
+    batch = replace(BEFORE[2].members[0], dead=(9,), n_samples=9)
+    records: list[UpdatesRecord] = [*BEFORE[:2], replace(BEFORE[2], members=(batch,), n_samples=9), BEFORE[3]]
+    report = balance(durable=FORGETFUL, ends=(40, 40), records=records, dead_letters=[dead_letter(1, 9)])
+    assert report.ok, report.violations()
+    assert (report.applied, report.forgotten, report.dead) == (26, 3, 1)

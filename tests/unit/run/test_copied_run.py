@@ -19,6 +19,7 @@ import typer
 from commands import doll
 from doll.cli.app import app
 from doll.config import load
+from doll.errors import ServiceUnavailableError
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.run_report import RunOutcome, build_report
 from doll.run.folder import RunFolder
@@ -43,12 +44,14 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int]] = {
     "versions list": ((), 0),
     "versions show": (("latest",), 0),
     "versions diff": (("3", "latest"), 0),
+    "versions compare": (("3", "latest"), GONE),
     "versions alias": (("stable", "3"), 0),
     "versions freeze": (("stable",), 0),
     "versions pin": (("latest",), 0),
     "versions unpin": (("3",), 0),
     "export": ((), 0),
     "replay": (("--to", "latest"), 0),
+    "forget": (("--offset", "0/0"), GONE),
     "serve": ((), 0),
     "ps": ((), GONE),
     "worker": (("--worker", "0"), GONE),
@@ -157,6 +160,11 @@ def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
         used.append(Path(open_store(served.config, served.run_folder).location))
         return 0
 
+    def local_stack(config: Any, folder: Path, say: Any) -> Any:
+        used.append(folder)
+        raise ServiceUnavailableError("no broker is started in this test")
+
+    monkeypatch.setattr("doll.run.forgetting.forget.local_stack", local_stack)
     monkeypatch.setattr("doll.run.local.up.run_in", run_in)
     monkeypatch.setattr("doll.run.local.resume.run_in", run_in)
     monkeypatch.setattr("doll.serving.main.run_serve", run_serve)

@@ -226,8 +226,8 @@ def test_steady_poison_does_not_become_usual() -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "size"),
-    [("{name: sgd, lr: 0.1}", 1e3), ("{name: adam, lr: 0.01}", 1e4), ("{name: adagrad, lr: 0.1}", 1e4)][
-        : 3 if ALL_EXAMPLES else 2
+    [("{name: adam, lr: 0.01}", 1e4), ("{name: sgd, lr: 0.1}", 1e3), ("{name: adagrad, lr: 0.1}", 1e4)][
+        : 3 if ALL_EXAMPLES else 1
     ],
 )
 def test_poison_that_the_model_gets_right_at_first_does_not_pass_later(optimizer: str, size: float) -> None:

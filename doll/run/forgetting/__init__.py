@@ -1,0 +1,1 @@
+"""`doll forget`: removes records from a model, by computing it again without them."""
