@@ -172,6 +172,36 @@ def prometheus(job: JobOptions) -> None:
     raise typer.Exit(serve_metrics(process.config, process.services))
 
 
+def notify(
+    job: JobOptions,
+    url: Annotated[str, typer.Option(metavar="URL", help="Address that gets each event as a POST of JSON.")],
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--event", metavar="KIND",
+            help="Send only events of this kind; may be repeated: server, worker, records, model, gate, alias, drift, "
+            "alarm, end, job [default: all but server, worker and job].",
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Send the events of a job to a webhook: drift, versions that pass gates or are held back, alarms, bad records.
+
+    Each event is a JSON object with job, kind, text, version and time. If $DOLL_WEBHOOK_SECRET is set, the header
+    X-Doll-Signature has the HMAC-SHA256 of X-Doll-Time, a dot and the body. Events of before the start are not sent. A
+    receiver that is away gets them later; up to 1,000 wait.
+
+    Example: doll notify my.yaml --url https://hooks.example.com/doll --event drift --event alias
+    """
+    from doll.monitor.webhooks import DEFAULT_KINDS, KINDS
+    from doll.monitor.webhooks import notify as send_events
+    from doll.run.local.roles import JobProcess
+
+    if unknown := [kind for kind in kinds or () if kind not in KINDS]:
+        raise typer.BadParameter(f"--event: expected one of {', '.join(KINDS)}, got {unknown[0]!r}")
+    process = JobProcess.alone(job.target(), "notifier", redis="unused")
+    raise typer.Exit(send_events(process.config, process.services, url, kinds or DEFAULT_KINDS))
+
+
 def health(
     port: Annotated[int | None, typer.Option(help="Port of the health probe [default: $DOLL_HEALTH_PORT].")] = None,
     ready: Annotated[

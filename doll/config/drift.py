@@ -28,12 +28,24 @@ class DetectorConfig(Section):
 Detector = Annotated[DetectorConfig, BeforeValidator(_as_detector)]
 
 
+class ReactionConfig(Section):
+    """A higher learning rate for some updates after a change of the stream, so that the model follows it sooner."""
+
+    lr_factor: float = Field(default=3.0, gt=0, le=1000)
+    """factor of the learning rate"""
+    updates: int = Field(default=200, ge=1, le=1_000_000_000)
+    """number of updates with this factor, from the update at which the change was noticed"""
+
+
 class DriftConfig(Section):
     """Changes of the stream that make the model worse (docs/guide/drift.md). The evaluator watches the prequential
     metrics of each update, and says between which records a metric became worse."""
 
     metrics: dict[str, Detector] = Field(default={}, max_length=32)
     """metrics by name, each with its detector [loss: adwin]"""
+    react: ReactionConfig | None = None
+    """what the parameter server does about a change; default: nothing. Only with a policy whose workers send
+    gradients"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -100,6 +100,11 @@ class JobConfig(Section):
         if not self.evaluation.enabled and (self.drift is not None or self.versions.gates is not None):
             key = "drift" if self.drift is not None else "versions.gates"
             yield f"{key}: expected evaluation.enabled: true, since the evaluator does this"
+        if self.drift is not None and self.drift.react is not None and policy.sends_steps:
+            yield (
+                f"drift.react: expected a policy whose workers send gradients, because the server's learning rate is "
+                f"raised, got {policy.name}"
+            )
         if data.topic is not None:
             yield from self._topic_problems(data.topic)
         if data.join is not None:

@@ -244,8 +244,9 @@ class HistorySource(SourceSection):
     table: str = Field(min_length=1)
     """a file or folder, or an address such as s3://bucket/folder. The files are `*.parquet`, also those in
     subfolders"""
-    format: Literal["parquet", "delta"] = "parquet"
-    """delta: a Delta table, of which the newest version is read; it needs `doll-online[delta]`"""
+    format: Literal["parquet", "delta", "iceberg"] = "parquet"
+    """delta: a Delta table, of which the newest version is read; it needs `doll-online[delta]`. iceberg: an Iceberg
+    table, of which the newest snapshot is read; it needs `doll-online[iceberg]`"""
     topic: str = Field(pattern=r"^[a-zA-Z0-9._-]{1,249}$")
     """name of an existing topic, which DOLL only reads"""
     time: Time

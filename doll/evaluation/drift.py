@@ -43,7 +43,7 @@ class Drift:
     Attributes:
         before, after: mean of the metric before and after the change, in the part of the stream that was compared.
         since: the version at which the metric most likely changed.
-        version: that at which the detector noticed it.
+        version: that at which the detector noticed it, made by the server of `term`.
         time_s: time of the update of `version`, Unix time.
         offsets: (partition, lo, hi): the records of these versions.
     """
@@ -56,6 +56,7 @@ class Drift:
     version: int
     time_s: float
     offsets: tuple[tuple[int, int, int], ...]
+    term: int = 0
 
     def text(self) -> str:
         return (
@@ -127,7 +128,7 @@ class DriftWatch:
         return Drift(
             metric=name, detector=self._config.watched[name].detector, before=before, after=after,
             since=kept[at].version, version=record.version, time_s=record.time_s,
-            offsets=_spans(place for item in kept[at:] for place in item.records),
+            offsets=_spans(place for item in kept[at:] for place in item.records), term=record.term,
         )  # fmt: skip
 
 

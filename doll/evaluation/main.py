@@ -25,7 +25,7 @@ from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import HEARTBEAT_EVERY_S
 from doll.process.signals import stop_requested
-from doll.records.control import Evaluated, Metric
+from doll.records.control import Drifted, Evaluated, Metric
 from doll.services import Services
 from doll.storage.stores import open_blobs
 from doll.storage.version_marks import Verdict
@@ -165,6 +165,9 @@ def _publish_drifts(config: JobConfig, drifts: list[Drift], publisher: Publisher
         known = {name: value for name, value in values.items() if not math.isnan(value)}
         metric = Metric(source=names.EVALUATOR, values={names.DRIFT: 1.0, **known}, time_s=drift.time_s)
         publisher.try_send(config.topic("metrics"), metric)
+        if config.drift is not None and config.drift.react is not None:
+            drifted = Drifted(term=drift.term, version=drift.version, metric=drift.metric)
+            publisher.try_send(config.topic("events"), drifted, key=b"evaluator")
 
 
 def _publish_move(config: JobConfig, moved: MovedBack | None, publisher: Publisher) -> None:

@@ -78,4 +78,5 @@ def without(
         samples_total=newest.samples_total - num_samples,
         rollbacks=(*state.rollbacks[:-1], removed),
         reached=newest.reached,
+        raised_until=newest.raised_until,
     )

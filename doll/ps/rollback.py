@@ -154,6 +154,7 @@ def rolled_back(
         empty_updates=earlier.empty_updates + version - earlier.version,
         refusals=newest.refusals if skip else earlier.refusals,
         reached=None,  # the evaluation measured weights that are abandoned now
+        raised_until=0,  # and so did the detector of drift
         rollbacks=(
             *earlier.rollbacks,
             Rollback(to=earlier.version, grid=earlier.grid, version=version, term=term, skipped=skip),

@@ -633,6 +633,7 @@ def _update_record(
         settled=update.settled,
         events=update.events,
         held_out_score=held_out,
+        lr_factor=update.lr_factor,
     )
 
 

@@ -102,6 +102,7 @@ def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
         divides_lr=policy.averages_workers and not policy.sends_steps,
         stop=config.stop,
         on_bad_records=config.data.on_bad_records,
+        drift_reaction=None if config.drift is None else config.drift.react,
         job=config.job,
         fingerprint=fingerprint,
     )

@@ -206,6 +206,14 @@ class SourceEnded(ControlRecord, frozen=True):
     ends: tuple[int, ...]  # for each partition, one above its last offset at that time
 
 
+class Drifted(ControlRecord, frozen=True):
+    """A metric of the updates has become worse because the stream has changed, noticed at update `version`."""
+
+    term: int  # of the server that made this update
+    version: int
+    metric: str
+
+
 class Evaluated(ControlRecord, frozen=True, omit_defaults=True):
     """The evaluator's metrics of one published version on held-out samples."""
 
@@ -422,6 +430,7 @@ class Update(ControlRecord, frozen=True):
     settled: tuple[tuple[int, int], ...] = ()  # (partition, until): batches below `until` are complete
     events: EventSpan = NO_EVENTS  # the event times of all records in the version
     held_out_score: HeldOutScore | None = None  # of the samples of all `held_out`; None: there are none
+    lr_factor: float = 1.0  # factor of the learning rate of the step
     chain: bytes = b""  # hash of this record and of the update before it (`doll.records.chain`); b"": earlier release
 
     @property
@@ -622,7 +631,7 @@ class ProvisionDecision(ControlRecord, frozen=True):
 
 
 AnyRecord = (
-    Join | Announce | Skip | Push | Nack | GetRows | Alive | Leave | SourceEnded | Evaluated | Scale
+    Join | Announce | Skip | Push | Nack | GetRows | Alive | Leave | SourceEnded | Drifted | Evaluated | Scale
     | Welcome | Grant | NewVersion | RowsStored | Flush | Settle | Durable | Hello | Fence | Stop
     | Attach | Attached | Ping | Detach
     | TermStarted | Update | Finished

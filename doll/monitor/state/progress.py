@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from doll.amounts import clock, or_nan
 from doll.config import HistorySource, JobConfig, StdinSource
@@ -40,6 +40,8 @@ from doll.records.control import (
     WorkerStatus,
 )
 from doll.theory.queueing import Stability
+
+EventKind = Literal["server", "worker", "records", "model", "gate", "alias", "drift", "alarm", "end", "job"]
 
 EVENTS_KEPT = 6
 # Rates are measured from `DROP_S` after the start, and over at least the same time.
@@ -175,10 +177,15 @@ class ProgressModel:
     Args:
         started_s: monotonic seconds at the start; displayed times are relative to it.
         after_term: terms up to this one belong to earlier runs on the same topics.
+        on_event: function that is called with the kind and the text of each event.
     """
 
-    def __init__(self, config: JobConfig, started_s: float, *, after_term: int = 0) -> None:
+    def __init__(
+        self, config: JobConfig, started_s: float, *, after_term: int = 0,
+        on_event: Callable[[EventKind, str], object] = lambda kind, text: None,
+    ) -> None:  # fmt: skip
         self.config = config
+        self.on_event = on_event
         self.history = History(after_term=after_term)
         self._started_s = started_s
         self._metrics: dict[str, Mapping[str, float]] = {}
@@ -232,7 +239,7 @@ class ProgressModel:
             if record.version == self.history.version:
                 self._keep(record)
             if (diverged := self.diverged) and not self._has_diverged:
-                self.add_event(diverged, None)
+                self.add_event(diverged, None, "model")
             self._has_diverged = bool(diverged)
             for member in record.members:
                 self.next_offsets[member.partition] = member.hi
@@ -242,7 +249,7 @@ class ProgressModel:
                 for lo, hi in member.lost:
                     self.add_lost(member.partition, lo, hi)
         if self.history.restarts > restarts:
-            self.add_event(f"parameter server resumed from version {self.history.version}", None)
+            self.add_event(f"parameter server resumed from version {self.history.version}", None, "server")
 
     @property
     def newest_updates(self) -> Sequence[Update]:
@@ -261,7 +268,7 @@ class ProgressModel:
             return
         if names.MOVED_BACK in record.values:
             version, to = record.values[names.MOVED_BACK], record.values.get(names.MOVED_BACK_TO, math.nan)
-            self.add_event(f"version {version:.0f} was moved back to {to:.0f}: worse on live records", None)
+            self.add_event(f"version {version:.0f} was moved back to {to:.0f}: worse on live records", None, "alias")
             return
         if names.DRIFT in record.values:
             self._drifted(record.values)
@@ -291,19 +298,19 @@ class ProgressModel:
                 workers=status.num_workers or self.config.data.workers,
                 max_pending_batches=self.config.worker.max_pending_batches,
             )
-            self.add_event(self.explained(text), None)
+            self.add_event(self.explained(text), None, "worker")
         for worker in status.workers:
             text = self._slow(worker)
             if text and worker.worker not in self._slow_workers:
-                self.add_event(f"worker {worker.worker}: {text}", None)
+                self.add_event(f"worker {worker.worker}: {text}", None, "worker")
             (self._slow_workers.add if text else self._slow_workers.discard)(worker.worker)
             if worker.waiting_for and worker.waiting_for != self._waiting.get(worker.worker):
-                self.add_event(f"worker {worker.worker} waits: {worker.waiting_for}", None)
+                self.add_event(f"worker {worker.worker} waits: {worker.waiting_for}", None, "worker")
             self._waiting[worker.worker] = worker.waiting_for
         had_dead = self.dead_letters().letters > 0
         self._status = status
         if not had_dead and (dead := self.dead_letters().text()):
-            self.add_event(self.explained(f"{dead}; see doll dead list"), None)
+            self.add_event(self.explained(f"{dead}; see doll dead list"), None, "records")
 
     def _slow(self, worker: WorkerStatus) -> str:
         """Return a text on how slow this worker is, compared with the time limit of a batch; "" if it is not slow."""
@@ -328,6 +335,7 @@ class ProgressModel:
                 f"records lost: {named([Range(partition, lo, hi)])}: deleted before they were learned "
                 f"(data.on_data_loss: {self.config.data.on_data_loss})",
                 None,
+                "records",
             )
 
     def _judged(self, values: Mapping[str, float]) -> None:
@@ -335,7 +343,9 @@ class ProgressModel:
             prefix = f"{names.GATE_PASSED}_"
             failed = ", ".join(name.removeprefix(prefix) for name, ok in values.items() if prefix in name and not ok)
             version = values.get(names.GATE_VERSION, math.nan)
-            self.add_event(f"version {version:.0f} was held back: {failed} (doll versions show)", None)
+            self.add_event(f"version {version:.0f} was held back: {failed} (doll versions show)", None, "gate")
+        else:
+            self.on_event("alias", f"version {values.get(names.GATE_VERSION, math.nan):.0f} has passed its gates")
 
     def _drifted(self, values: Mapping[str, float]) -> None:
         prefix = f"{names.DRIFT}_after_"
@@ -347,7 +357,7 @@ class ProgressModel:
             return
         self._drifts.add((metric, version))
         where = f"between versions {since:,.0f} and {version:,.0f}"
-        self.add_event(f"drift: {metric} went from {before:.4g} to {after:.4g} {where}", None)
+        self.add_event(f"drift: {metric} went from {before:.4g} to {after:.4g} {where}", None, "drift")
 
     def _evaluated(self, record: Metric) -> None:
         values = record.values
@@ -369,8 +379,9 @@ class ProgressModel:
         """Process the end offsets of the sample partitions at monotonic `now_s`, to measure arrival rates."""
         self._arrivals.observe(now_s, ends)
 
-    def add_event(self, text: str, now_s: float | None) -> None:
+    def add_event(self, text: str, now_s: float | None, kind: EventKind = "job") -> None:
         """Add an event, such as a restart, for the display and the report."""
+        self.on_event(kind, text)
         at_s = math.nan if now_s is None else now_s - self._started_s
         self._events.append((at_s, text))
         self.all_events.append((at_s, text))

@@ -1,4 +1,4 @@
-"""Rows of a table of history, merged in the order of their event time: Parquet files, or a Delta table.
+"""Rows of a table of history, merged in the order of their event time: Parquet files, a Delta or an Iceberg table.
 
 Each format opens as a data set of Arrow. A row group is a piece. Pieces are read in the order of their lowest times, so
 only pieces whose times overlap are in memory together. The order of the rows depends only on the files.
@@ -11,6 +11,7 @@ import hashlib
 import heapq
 import io
 import posixpath
+import re
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
@@ -26,9 +27,11 @@ from doll.errors import ConfigError
 from doll.extras import lacking
 from doll.producers.handover import FileMark, identity
 from doll.producers.sources.table_rows import Unreadable, check_columns, values_of, without_views
+from doll.records.bounded import short
 
 _NO_TIME: Final = np.iinfo(np.int64).min  # of a row without a time: it comes before the others of its piece
 _US_PER_UNIT: Final = {"s": 1_000_000, "ms": 1_000, "us": 1, "ns": 1}
+_METADATA: Final = re.compile(r"v?(\d+).*\.metadata\.json")
 _AT_ONCE: Final = 16  # files whose footers are read together
 
 
@@ -75,11 +78,53 @@ def _open_delta(path: str, version: int | None) -> tuple[Any, int]:
         raise ConfigError(f"source.table: {path}: expected a readable Delta table: {exc}") from exc
 
 
+def _open_iceberg(path: str, version: int | None) -> tuple[Any, int]:
+    """Return the data set of a snapshot of an Iceberg table; None: of the newest; and the id of the snapshot. `path`:
+    folder of the table, or a file of its metadata."""
+    try:
+        from pyiceberg.table import StaticTable
+    except ImportError as exc:
+        raise lacking("source.format: iceberg", "iceberg") from exc
+    try:
+        table = StaticTable.from_metadata(_newest_metadata(path))
+        snapshot = table.current_snapshot() if version is None else table.snapshot_by_id(version)
+        tasks = [] if snapshot is None else list(table.scan(snapshot_id=snapshot.snapshot_id).plan_files())
+    except (ValueError, KeyError, TypeError, OSError) as exc:  # pyiceberg's own errors are among these
+        raise ConfigError(f"source.table: {path}: expected a readable Iceberg table: {short(exc)}") from exc
+    if snapshot is None or not tasks:
+        raise ConfigError(f"source.table: {path}: expected a snapshot {version or ''} with rows, got none")
+    if any(task.delete_files for task in tasks):
+        raise ConfigError(
+            f"source.table: {path}: expected a table without delete files, because rows are read from the data files: "
+            "rewrite the data files (copy on write)"
+        )
+    places = [fs.FileSystem.from_uri(task.file.file_path) for task in tasks]
+    data = ds.dataset(sorted(name for _, name in places), filesystem=places[0][0], format="parquet")
+    if changed := sorted({field.name for field in table.schema().fields} ^ set(data.schema.names)):
+        raise ConfigError(
+            f"source.table: {path}: column {changed[0]} was added, renamed or dropped after some files were written, "
+            "and rows are read from the files: rewrite the data files"
+        )
+    return data, snapshot.snapshot_id
+
+
+def _newest_metadata(path: str) -> str:
+    """Return the newest file of metadata of an Iceberg table: its name begins with a number, as in 00003-....json."""
+    if path.endswith(".json"):
+        return path
+    system, base = fs.FileSystem.from_uri(path) if "://" in path else (fs.LocalFileSystem(), path)
+    names = [posixpath.basename(info.path) for info in system.get_file_info(fs.FileSelector(f"{base}/metadata"))]
+    numbered = [(int(match[1]), name) for name in names if (match := _METADATA.fullmatch(name))]
+    if not numbered:
+        raise ConfigError(f"source.table: {path}: expected the folder of an Iceberg table, got no metadata in it")
+    return f"{path.rstrip('/')}/metadata/{max(numbered)[1]}"
+
+
 class HistoryTable:
     """The table of a job's history.
 
     Attributes:
-        version: the version of a Delta table; 0 for Parquet files.
+        version: the version of a Delta table, or the snapshot of an Iceberg table; 0 for Parquet files.
         end_us: the latest event time, microseconds since 1970.
     """
 
@@ -97,6 +142,8 @@ class HistoryTable:
         with self._readable():
             if source.format == "delta":
                 self._data, self.version = _open_delta(path, version)
+            elif source.format == "iceberg":
+                self._data, self.version = _open_iceberg(path, version)
             else:
                 self._data, base = _open_parquet(path, files)
         self._columns = [source.value] if source.value else source.columns or self._data.schema.names
@@ -198,7 +245,7 @@ class HistoryTable:
     def _mark(self, fragment: Any, base: str) -> FileMark:
         fragment.ensure_complete_metadata()
         own = fragment.physical_schema
-        for name in self._wanted if self._source.format == "parquet" else ():
+        for name in self._wanted if self._source.format != "delta" else ():
             kind = self._data.schema.field(name).type
             own_kind = own.field(name).type if name in own.names else None
             if own_kind != kind and not (own_kind is None and f"/{name}=" in fragment.path):

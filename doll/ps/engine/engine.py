@@ -34,6 +34,7 @@ from doll.ps.policies.base import BatchId
 from doll.records.control import (
     Alive,
     Announce,
+    Drifted,
     Durable,
     Evaluated,
     Grant,
@@ -100,6 +101,8 @@ class Engine(EngineState):
                     self._durability.keep()  # a later server must know this
             case Evaluated():
                 self._on_evaluated(event)
+            case Drifted():
+                self._on_drifted(event)
             case Scale():
                 self._on_scale(event)
             case ev.GradientFetched():
@@ -655,6 +658,8 @@ class Engine(EngineState):
     ) -> None:  # fmt: skip
         self.version += 1
         lr_factor = 1 / max(1, self.num_live) if self.settings.divides_lr else 1.0
+        if self.settings.drift_reaction is not None and self.version <= self.raised_until:
+            lr_factor *= self.settings.drift_reaction.lr_factor
         self._actions.append(
             ev.ApplyUpdate(
                 self.version, sets, scale, self.samples_total, self.batches_total, settled, lr_factor, self.events
@@ -789,6 +794,18 @@ class Engine(EngineState):
             self.reached = event
             self._durability.keep()  # a later server must know this
             self._stop(reason)
+
+    def _on_drifted(self, event: Drifted) -> None:
+        """React to a change of the stream. An evaluator that was started again reports earlier changes once more."""
+        reaction = self.settings.drift_reaction
+        if reaction is None or event.term > self.term or event.version > self.version:
+            self.counters["refused_drifted"] += 1
+            return
+        until = event.version + reaction.updates
+        if until > max(self.raised_until, self.version):
+            self.raised_until = until
+            self.counters["drift_reactions"] += 1
+            self._durability.keep()  # a later server must know this
 
     def _stop_by_progress(self) -> None:
         updates = self.version - self.empty_updates

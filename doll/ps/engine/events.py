@@ -17,6 +17,7 @@ from doll.records.control import (
     Alive,
     Announce,
     ControlRecord,
+    Drifted,
     Durable,
     Evaluated,
     Fence,
@@ -84,7 +85,7 @@ class StopRequested(ControlRecord, frozen=True):
 
 
 # Records of other processes; all other events are made by the server itself.
-ReceivedEvent = Join | Announce | Skip | Push | Nack | Alive | Leave | SourceEnded | Evaluated | Scale
+ReceivedEvent = Join | Announce | Skip | Push | Nack | Alive | Leave | SourceEnded | Drifted | Evaluated | Scale
 Event = (
     ReceivedEvent | GradientFetched | GradientLost | GrantsLost | CheckpointStored | TopicGrew | Tick | StopRequested
 )  # fmt: skip
@@ -275,6 +276,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     rollbacks: tuple[Rollback, ...] = ()  # in their order
     reached: Evaluated | None = None  # the evaluation that met the stop rule; None: no evaluation has met it
     events: EventSpan = NO_EVENTS  # event times of the records in the model, since a release that knows them
+    raised_until: int = 0  # the last version whose step has the learning rate of `drift.react`
 
     @property
     def grid(self) -> int:

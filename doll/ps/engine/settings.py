@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from doll.config import StopConfig
 from doll.config.data import BadRecordsConfig
+from doll.config.drift import ReactionConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class EngineSettings:
     rebalance_s: float = 0.0  # time between two moves of partitions that balance the workers' loads; 0: no moves
     max_workers: int = 0  # number of worker slots; 0: as many as `num_workers`
     checkpoint_every_event_s: float | None = None  # see `CheckpointConfig.every_event_s`
+    drift_reaction: ReactionConfig | None = None  # see `DriftConfig.react`
 
     @property
     def places(self) -> int:

@@ -38,6 +38,7 @@ class EngineState:
         ending: the batches that are left of a source that has ended.
         start: snapshot with which this engine began.
         events: event times of the records in the model.
+        raised_until: the last version whose step has the learning rate of `drift.react`.
         reached: the evaluation that met the stop rule, in this engine or an earlier one; None: no such evaluation.
         stopping: reason why the job ends after the current checkpoint; None: the job continues.
         finished: reason why this engine has ended; then it ignores all events. None: it has not ended.
@@ -84,6 +85,7 @@ class EngineState:
         self.counters: Counter[str] = Counter(snapshot.counters)
         self.reached = snapshot.reached
         self.events = snapshot.events
+        self.raised_until = snapshot.raised_until
         self.refusals = Refusals(settings.on_bad_records.last_records, snapshot.refusals)
         self.finished: str | None = None
         self.stopping: str | None = None
@@ -229,6 +231,7 @@ class EngineState:
             refusals=self.refusals.state(),
             source_ends=self.ending.ends,
             reached=self.reached,
+            raised_until=self.raised_until,
             events=self.events,
         )
 

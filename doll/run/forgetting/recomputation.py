@@ -43,8 +43,6 @@ def obstacle(config: JobConfig) -> str:
     policy = config.training.policy
     if policy.sends_steps:
         return f"under policy {policy.name} workers send steps, which depend on states that no record holds"
-    if policy.averages_workers:
-        return f"policy {policy.name} divides each step by the number of live workers, which no record holds"
     if config.blobs.contributions != "float32":
         return f"blobs.contributions: {config.blobs.contributions} rounds gradients by errors that no record holds"
     if config.worker.pipeline is not None:
@@ -126,7 +124,8 @@ class Recomputation:
         scale = 1.0 if takes_sum or not weight else 1.0 / weight
         if self._max_age:
             self._weights[before] = self._weights[before].copy()  # the updater may change the memory of its weights
-        self.samples += self._contributions.apply(ApplyUpdate(update.version, sets, scale, 0, 0))
+        again = ApplyUpdate(update.version, sets, scale, 0, 0, lr_factor=update.lr_factor)
+        self.samples += self._contributions.apply(again)
         self.version = update.version
         self._weights[self.version] = self.parts.updater.weights
         for old in [version for version in self._weights if version < self.version - self._max_age]:

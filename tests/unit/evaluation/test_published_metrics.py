@@ -11,13 +11,14 @@ import pytest
 import record_builders
 from doll import metrics
 from doll.config import parse
+from doll.evaluation.drift import Drift
 from doll.evaluation.evaluator import Evaluation, Evaluator
 from doll.evaluation.heldout import HeldOutError
-from doll.evaluation.main import _publish
+from doll.evaluation.main import _publish, _publish_drifts
 from doll.kafka.publisher import Publisher
 from doll.metrics.states import to_bytes
 from doll.ps.engine.stopping import target_reached
-from doll.records.control import Evaluated, Metric
+from doll.records.control import Drifted, Evaluated, Metric
 from memory_stores import MemoryBlobs
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -85,3 +86,17 @@ def test_a_held_out_metric_is_sent_for_the_rule_that_names_it(
     evaluated, values = sent.records
     assert evaluated.metrics == named
     assert (values.values["auc"], values.values["auc_stderr"]) == (0.25, 0.1)
+
+
+@pytest.mark.parametrize(("section", "kinds"), [("{}", ["Metric"]), ("{react: {}}", ["Metric", "Drifted"])])
+def test_the_server_hears_of_a_drift_only_if_it_is_to_react(section: str, kinds: list[str]) -> None:
+    config = parse(JOB % (NONE, "updates: 9"), [f"drift={section}"])
+    drift = Drift(
+        metric="loss", detector="adwin", before=0.2, after=0.4, since=7, version=9, time_s=3.0, offsets=((0, 8, 24),),
+        term=2,
+    )  # fmt: skip
+    sent = Sent()
+    _publish_drifts(config, [drift], cast(Publisher, sent))
+    assert [type(record).__name__ for record in sent.records] == kinds
+    if len(kinds) > 1:
+        assert sent.records[1] == Drifted(term=2, version=9, metric="loss")

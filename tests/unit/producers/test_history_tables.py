@@ -177,3 +177,31 @@ def test_a_delta_table_is_read_at_the_version_of_the_beginning(tmp_path: Path) -
     assert again.files == table.files
     with pytest.raises(ConfigError, match="expected a readable Delta table"):
         HistoryTable(of, str(tmp_path / "none"))
+
+
+def test_an_iceberg_table_is_read_at_the_snapshot_of_the_beginning(tmp_path: Path) -> None:
+    catalogs = pytest.importorskip("pyiceberg.catalog.memory")
+    catalog = catalogs.InMemoryCatalog("t", warehouse=f"file://{tmp_path}")
+    catalog.create_namespace("lake")
+    rows = pa.table({"id": [0, 1, 2], "at": [BASE_MS + 2, BASE_MS, BASE_MS + 1], "p": [0, 0, 1], "o": [0, 1, 0]})
+    made = catalog.create_table("lake.clicks", rows.schema)
+    made.append(rows)
+    of, folder = source(format="iceberg"), made.location().removeprefix("file://")
+    table = HistoryTable(of, folder)
+    first = made.current_snapshot().snapshot_id
+    assert (ids_of(table), table.version) == ([1, 2, 0], first)
+    assert table.last_offsets() == {0: (0, 1, 2), 1: (0, 0, 1)}
+    made.append(pa.table({"id": [3], "at": [BASE_MS + 9], "p": [1], "o": [1]}))
+    assert ids_of(HistoryTable(of, folder)) == [1, 2, 0, 3]
+    again = HistoryTable(of, folder, [file.name for file in table.files], first)
+    assert (again.files, ids_of(again)) == (table.files, [1, 2, 0])
+    assert ids_of(HistoryTable(of, made.metadata_location.removeprefix("file://"))) == [1, 2, 0, 3]
+    with made.update_schema() as update:
+        update.rename_column("id", "number")
+    with pytest.raises(ConfigError, match="column id was added, renamed or dropped after some files were written"):
+        HistoryTable(of, folder)
+    with pytest.raises(ConfigError, match="expected readable files"):
+        HistoryTable(of, str(tmp_path / "none"))
+    (tmp_path / "torn.metadata.json").write_text("{")
+    with pytest.raises(ConfigError, match="expected a readable Iceberg table"):
+        HistoryTable(of, str(tmp_path / "torn.metadata.json"))

@@ -1,0 +1,92 @@
+"""The parameter server raises the learning rate after a change of the stream, for as many updates as it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from doll.config import parse
+from doll.errors import ConfigError
+from doll.ps.checkpointing import decode_snapshot
+from doll.ps.event_log import replay
+from doll.records.control import AnyRecord, Drifted, Update
+from logged_runs import JOB, LoggedRun, Outbox
+from memory_stores import MemoryCheckpointStore
+
+pytestmark = pytest.mark.slow  # loads torch
+
+REACT = "drift={react: {lr_factor: 4.0, updates: 5}}"
+
+
+class _Outbox(Outbox):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: dict[int, float] = {}
+
+    def send_update(self, record: AnyRecord) -> None:
+        super().send_update(record)
+        if isinstance(record, Update):
+            self.factors[record.version] = record.lr_factor
+
+
+class Run(LoggedRun):
+    def __init__(self, folder: Path, store: MemoryCheckpointStore, *overrides: str, seed: int = 0) -> None:
+        super().__init__(folder, store, *overrides, seed=seed)
+        self.kept = _Outbox()
+        self.kept.commands, self.kept.sent = self.outbox.commands, self.outbox.sent
+        self.outbox = self.server._outbox = self.kept
+
+    def drifted(self, version: int, term: int | None = None) -> None:
+        self.server.feed(
+            Drifted(term=self.server.engine.term if term is None else term, version=version, metric="loss")
+        )
+
+
+def test_the_rate_is_raised_from_the_change_on_and_a_later_server_goes_on_with_it(tmp_path: Path) -> None:
+    store = MemoryCheckpointStore("replayed", keep=100)
+    run = Run(tmp_path, store, REACT)
+    run.play(4)
+    at = run.server.engine.version
+    run.drifted(at)
+    run.drifted(at)  # reported twice
+    run.play(3)
+    raised = {version for version, factor in run.kept.factors.items() if factor == 4.0}
+    assert raised == set(range(at + 1, run.server.engine.version + 1))
+    assert run.server.engine.counters["drift_reactions"] == 1
+    run.close()
+    weights = {}
+    for _ in replay(
+        run.config, run.path, on_update=lambda at, parts: weights.update({at: parts.updater.weights.tobytes()})
+    ):
+        pass
+    assert {version: weights[version] for version in run.weights} == run.weights, "a replay has the same rates"
+
+    later = Run(tmp_path, store, REACT, seed=2)
+    begun = later.server.engine.version
+    newest = store.load_newest(None)
+    assert newest is not None
+    assert decode_snapshot(newest).raised_until == at + 5
+    later.drifted(at, term=1)  # an evaluator that was started again
+    later.play(6)
+    for version, factor in later.kept.factors.items():
+        assert factor == (4.0 if begun < version <= at + 5 else 1.0), version
+    # Long after it came, a change raises nothing; a version that does not exist is refused.
+    later.drifted(at)
+    later.drifted(later.server.engine.version + 1)
+    later.drifted(at, term=later.server.engine.term + 1)
+    assert later.server.engine.counters["refused_drifted"] == 2
+    later.play(2)
+    assert later.kept.factors[later.server.engine.version] == 1.0
+    later.close()
+
+
+def test_without_the_setting_nothing_changes_and_workers_that_make_steps_are_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, MemoryCheckpointStore("replayed", keep=100))
+    run.play(2)
+    run.drifted(run.server.engine.version)
+    run.play(2)
+    assert set(run.kept.factors.values()) == {1.0}
+    assert run.server.engine.counters["refused_drifted"] == 1
+    run.close()
+    with pytest.raises(ConfigError, match=r"drift\.react: expected a policy whose workers send gradients"):
+        parse(JOB.replace("name: doll, group_size: 2", "name: ssp"), (REACT,))
