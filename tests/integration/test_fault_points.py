@@ -43,10 +43,11 @@ OPERATIONS = DOCS / "operations.md"
 
 
 def test_every_point_is_tested_and_explained() -> None:
-    # Those of a regrid and of a rollback: tests/e2e/test_regrid.py, test_rollback.py
+    # Those of a regrid, a rollback and of doll forget: tests/e2e/test_regrid.py, test_rollback.py, test_forget.py
     tested = [death.partition("@")[0] for job in DEATHS.values() for deaths in job.values() for death in deaths]
-    assert sorted(tested) == sorted(point for point in POINTS if not point.startswith(("regrid.", "rollback.")))
-    rows = re.findall(r"^\| `((?:worker|ps|regrid|rollback)\.\w+)` \|", OPERATIONS.read_text(), re.MULTILINE)
+    of_commands = ("regrid.", "rollback.", "forget.")
+    assert sorted(tested) == sorted(point for point in POINTS if not point.startswith(of_commands))
+    rows = re.findall(r"^\| `((?:worker|ps|regrid|rollback|forget)\.\w+)` \|", OPERATIONS.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(POINTS)
 
 

@@ -64,6 +64,8 @@ class LoggedRun:
     a policy that bounds values little about the next one.
     """
 
+    outbox_class: type[Outbox] = Outbox
+
     def __init__(
         self, folder: Path, store: CheckpointStore, *overrides: str, seed: int = 0, has_weights: bool = False
     ) -> None:
@@ -71,7 +73,7 @@ class LoggedRun:
         self.has_weights = has_weights
         self.config: JobConfig = parse(JOB, overrides)
         self.rng, self.numbers = random.Random(seed), np.random.default_rng(seed)
-        self.store, self.blobs, self.outbox, self.now = store, MemoryBlobs(), Outbox(), 5.0
+        self.store, self.blobs, self.outbox, self.now = store, MemoryBlobs(), self.outbox_class(), 5.0
         model = build(self.config, load_task(self.config))
         mark = fingerprint(self.config, model)
         self.updater = make_parts(self.config.training, model).updater

@@ -241,7 +241,7 @@ class _Run:
         if problem := obstacle(self._config):
             raise ConfigError(f"job {self._config.job} cannot be computed again: {problem}; {remedy}")
         kept = self._kept()
-        begin = max((version for version in kept if version < first), default=None)
+        begin = max((version for version in self._complete(kept) if version < first), default=None)
         start = None if begin is None else self._store.load_newest(None, begin)
         version = 0 if begin is None else begin
         self._require_same_settings(start, remedy)
@@ -253,6 +253,14 @@ class _Run:
                 ages = (update.version - 1 - item.base_version for item in update.members if item.n_samples)
                 max_age = max(max_age, *ages, 0)
         return _Plan(start, version, max_age, updates, control)
+
+    def _complete(self, versions: Sequence[int]) -> set[int]:
+        """Return the versions after which no update has a gradient of an earlier version."""
+        complete = set(versions)
+        for update in self._updates():
+            oldest = min((item.base_version for item in update.members if item.n_samples), default=update.version)
+            complete -= {version for version in complete if oldest < version < update.version}
+        return complete
 
     def _kept(self) -> list[int]:
         """Return the kept versions that the newest version has gone through."""

@@ -200,7 +200,7 @@ def test_an_iceberg_table_is_read_at_the_snapshot_of_the_beginning(tmp_path: Pat
         update.rename_column("id", "number")
     with pytest.raises(ConfigError, match="column id was added, renamed or dropped after some files were written"):
         HistoryTable(of, folder)
-    with pytest.raises(ConfigError, match="expected readable files"):
+    with pytest.raises(ConfigError, match="expected a readable Iceberg table"):
         HistoryTable(of, str(tmp_path / "none"))
     (tmp_path / "torn.metadata.json").write_text("{")
     with pytest.raises(ConfigError, match="expected a readable Iceberg table"):

@@ -30,11 +30,12 @@ class _Outbox(Outbox):
 
 
 class Run(LoggedRun):
-    def __init__(self, folder: Path, store: MemoryCheckpointStore, *overrides: str, seed: int = 0) -> None:
-        super().__init__(folder, store, *overrides, seed=seed)
-        self.kept = _Outbox()
-        self.kept.commands, self.kept.sent = self.outbox.commands, self.outbox.sent
-        self.outbox = self.server._outbox = self.kept
+    outbox_class = _Outbox
+
+    @property
+    def factors(self) -> dict[int, float]:
+        assert isinstance(self.outbox, _Outbox)
+        return self.outbox.factors
 
     def drifted(self, version: int, term: int | None = None) -> None:
         self.server.feed(
@@ -50,7 +51,7 @@ def test_the_rate_is_raised_from_the_change_on_and_a_later_server_goes_on_with_i
     run.drifted(at)
     run.drifted(at)  # reported twice
     run.play(3)
-    raised = {version for version, factor in run.kept.factors.items() if factor == 4.0}
+    raised = {version for version, factor in run.factors.items() if factor == 4.0}
     assert raised == set(range(at + 1, run.server.engine.version + 1))
     assert run.server.engine.counters["drift_reactions"] == 1
     run.close()
@@ -68,7 +69,7 @@ def test_the_rate_is_raised_from_the_change_on_and_a_later_server_goes_on_with_i
     assert decode_snapshot(newest).raised_until == at + 5
     later.drifted(at, term=1)  # an evaluator that was started again
     later.play(6)
-    for version, factor in later.kept.factors.items():
+    for version, factor in later.factors.items():
         assert factor == (4.0 if begun < version <= at + 5 else 1.0), version
     # Long after it came, a change raises nothing; a version that does not exist is refused.
     later.drifted(at)
@@ -76,7 +77,7 @@ def test_the_rate_is_raised_from_the_change_on_and_a_later_server_goes_on_with_i
     later.drifted(at, term=later.server.engine.term + 1)
     assert later.server.engine.counters["refused_drifted"] == 2
     later.play(2)
-    assert later.kept.factors[later.server.engine.version] == 1.0
+    assert later.factors[later.server.engine.version] == 1.0
     later.close()
 
 
@@ -85,7 +86,7 @@ def test_without_the_setting_nothing_changes_and_workers_that_make_steps_are_ref
     run.play(2)
     run.drifted(run.server.engine.version)
     run.play(2)
-    assert set(run.kept.factors.values()) == {1.0}
+    assert set(run.factors.values()) == {1.0}
     assert run.server.engine.counters["refused_drifted"] == 1
     run.close()
     with pytest.raises(ConfigError, match=r"drift\.react: expected a policy whose workers send gradients"):

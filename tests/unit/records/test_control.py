@@ -44,7 +44,7 @@ def test_records_of_the_schema_before_the_weights_of_samples_are_read() -> None:
 
 def test_type_names_are_distinct_and_short() -> None:
     names = [str(cls.__struct_config__.tag) for cls in TYPES]
-    assert len(set(names)) == len(TYPES) == 33
+    assert len(set(names)) == len(TYPES) == 34
     assert all(name.isalpha() and name.islower() for name in names)
 
 
