@@ -3,7 +3,7 @@
     python -m benchmarks.drift --seeds 5            # 2 minutes; --docs puts the table into docs/benchmarks.md
 
 Jobs learn in virtual time with the code of live workers and servers, on Gaussian classes. In one half of the runs, the
-classes change their places after `CHANGE` samples. The yardstick is River's detector on the loss of each *sample*, of
+classes change their places after `CHANGE` samples. The reference is River's detector on the loss of each *sample*, of
 the same stream and a model that learns it sample by sample in batches of the same size; DOLL has the mean of an update.
 On Elec2, whose changes nobody knows, the numbers of alarms stand beside each other.
 """
