@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -49,8 +49,9 @@ class GatesConfig(Section):
     max_event_age_s: PositiveFloat | None = Field(default=None, le=LONGEST_S)
     """a version fails if the newest event that it has learned is older than this (needs freshness.time); null: not
     checked"""
-    min_interval_s: float = Field(default=0.0, ge=0, le=LONGEST_S)
-    """minimum time between two moves of the alias"""
+    min_interval_s: float | None = Field(default=None, ge=0, le=LONGEST_S)
+    """minimum time between two moves of the alias; default: 0, or 30 with versions.live, which needs some seconds to
+    compare a version with the one before"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -108,6 +109,12 @@ class VersionsConfig(Section):
     live: LiveConfig | None = None
     """a watch on the version that got the alias last, with the newest records; needs gates; default: none"""
 
+    @property
+    def min_interval_s(self) -> float:
+        """The minimum time between two moves of the alias by gates, in seconds."""
+        given = None if self.gates is None else self.gates.min_interval_s
+        return given if given is not None else 0.0 if self.live is None else _LIVE_INTERVAL_S
+
     @model_validator(mode="after")
     def _has_gates(self) -> Self:
         if self.live is not None and self.gates is None:
@@ -115,6 +122,7 @@ class VersionsConfig(Section):
         return self
 
 
+_LIVE_INTERVAL_S: Final = 30.0
 _DIRECTIONS: dict[str, Literal["lower", "higher", "one"]] = {
     "loss": "lower", "log_loss": "lower", "normalized_entropy": "lower", "rmse": "lower", "pinball_loss": "lower",
     "accuracy": "higher", "auc": "higher", "average_precision": "higher", "ndcg": "higher", "calibration": "one",

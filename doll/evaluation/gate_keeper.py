@@ -70,7 +70,8 @@ class GateKeeper:
             self._store.change_marks(
                 lambda marks: marks.judged(
                     self._gates.alias, verdict, [version for _, version in self._store.versions()],
-                    min_interval_s=self._gates.min_interval_s, keeps_before=self._config.versions.live is not None,
+                    min_interval_s=self._config.versions.min_interval_s,
+                    keeps_before=self._config.versions.live is not None,
                 )
             )  # fmt: skip
         except VersionUnknownError as exc:  # a newer checkpoint has replaced it

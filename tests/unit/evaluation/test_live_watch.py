@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from doll.config import parse
 from doll.errors import CheckpointError, ServiceUnavailableError
 from doll.evaluation.live_watch import LiveWatch, MovedBack
 from doll.model.flat_model import build
@@ -18,7 +19,9 @@ from gate_rig import JOB, Rig
 
 pytestmark = pytest.mark.slow  # loads torch
 
-LIVE = JOB.replace("versions: {gates: {metrics: {loss: 0.01, rmse: 0.01}}}", "versions: {gates: {}, live: {}}")
+LIVE = JOB.replace(
+    "versions: {gates: {metrics: {loss: 0.01, rmse: 0.01}}}", "versions: {gates: {min_interval_s: 0}, live: {}}"
+)
 
 
 class Samples:
@@ -148,3 +151,14 @@ def test_nothing_moves_while_kafka_or_the_aliases_are_away(tmp_path: Path) -> No
         rig.looks(2)
     marks.write_bytes(kept)
     assert rig.looks(100) is not None
+
+
+def test_a_version_that_is_watched_keeps_the_alias_for_a_while_by_default() -> None:
+    for section, seconds in (
+        ("{gates: {}}", 0.0),
+        ("{gates: {}, live: {}}", 30.0),
+        ("{gates: {min_interval_s: 5}, live: {}}", 5.0),
+        ("{gates: {min_interval_s: 0}, live: {}}", 0.0),
+    ):
+        job = "job: j\ntask: {class: 'm:T'}\ndata: {workers: 1, batch_size: 1}"
+        assert parse(job, [f"versions={section}"]).versions.min_interval_s == seconds
