@@ -42,11 +42,11 @@ RUN --mount=type=cache,target=/var/cache/uv \
     && find /wheels -name '*.whl' -exec uv pip install --no-deps {} + \
     && if [ "${TORCH_BACKEND}" = lock ]; then \
          cp requirements.lock constraints.txt \
-         && uv pip install --no-build --constraint constraints.txt --requirements pyproject.toml --extra avro --extra drift --extra join --extra kubernetes --extra plots --extra protobuf --extra provision --extra serve; \
+         && uv pip install --no-build --constraint constraints.txt --requirements pyproject.toml --extra avro --extra drift --extra join --extra kubernetes --extra otel --extra plots --extra protobuf --extra provision --extra serve; \
        else \
          awk '/^[a-z]/ {skip = /^(torch|triton|nvidia-|cuda-)/} !skip' requirements.lock > constraints.txt \
          && uv pip install --no-build --constraint constraints.txt \
-              --torch-backend "${TORCH_BACKEND}" --requirements pyproject.toml --extra avro --extra drift --extra join --extra kubernetes --extra plots --extra protobuf --extra provision --extra serve "$(awk '/^torch==/ {print $1}' requirements.lock)"; \
+              --torch-backend "${TORCH_BACKEND}" --requirements pyproject.toml --extra avro --extra drift --extra join --extra kubernetes --extra otel --extra plots --extra protobuf --extra provision --extra serve "$(awk '/^torch==/ {print $1}' requirements.lock)"; \
        fi
 COPY README.md LICENSE ./
 COPY examples examples

@@ -90,10 +90,11 @@ test-all: setup ## run every test with all of its random examples: above an hour
 test-fast: setup ## run the tests without servers, torch and long runs: about a minute
 	@$(BIN)/python -m pytest $(DISTRIBUTE) -m "not slow" --durations=5 --durations-min=0.5 $(PYTEST)
 
-lint: setup ## check style, formatting, and which package imports which
+lint: setup ## check style, formatting, which package imports which, replaced words, and logic that stands twice
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest -q --worlds=prose
 
 type: setup ## check types
 	@$(BIN)/mypy

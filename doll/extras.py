@@ -11,6 +11,7 @@ _MODULES: Final = {
     "avro": ("fastavro",),
     "drift": ("river",),
     "join": ("rocksdict",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     "protobuf": ("google.protobuf",),
     "provision": ("scipy",),
     "ray": ("ray",),

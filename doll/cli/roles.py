@@ -202,6 +202,25 @@ def notify(
     raise typer.Exit(send_events(process.config, process.services, url, kinds or DEFAULT_KINDS))
 
 
+def otel(
+    job: JobOptions,
+    endpoint: Annotated[str, typer.Option(metavar="URL", help="OTLP over HTTP, such as http://localhost:4318.")],
+    max_per_s: Annotated[float, typer.Option("--max-per-second", min=0.001, max=1000, help="Traced batches.")] = 5.0,
+) -> None:
+    """Send traces of batches to OpenTelemetry: wait, fetch, compute, push, group, checkpoint.
+
+    The traces are made from the records of the job, so training waits for nothing. If the first record of a batch has
+    the header traceparent, the batch continues the producer's trace.
+
+    Example: doll otel my.yaml --endpoint http://localhost:4318
+    """
+    from doll.monitor.otel import export_traces
+    from doll.run.local.roles import JobProcess
+
+    process = JobProcess.alone(job.target(), "otel", redis="unused")
+    raise typer.Exit(export_traces(process.config, process.services, endpoint, max_per_s))
+
+
 def health(
     port: Annotated[int | None, typer.Option(help="Port of the health probe [default: $DOLL_HEALTH_PORT].")] = None,
     ready: Annotated[

@@ -35,7 +35,7 @@ _REQUEST_S: Final = 5.0
 _MAX_REQUESTS: Final = 64  # each request takes a thread, and thousands of requests must not end the process
 _OFFSETS: Final = {
     "ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4, "provisioner": 5, "serve": 6,
-    "provisioner-standby": 7, "notifier": 8,
+    "provisioner-standby": 7, "notifier": 8, "otel": 9,
 }  # fmt: skip
 _FIRST_WORKER: Final = 10
 

@@ -620,7 +620,7 @@ def _update_record(
     return Update(
         term=term,
         version=update.version,
-        members=tuple(_member(item, batch) for item in update.sets for batch in item.batches),
+        members=tuple(_member(item, batch, now) for item in update.sets for batch in item.batches),
         n_samples=num_samples,
         loss=float(sum(batch.loss_sum for batch in batches)) / weight if weight else 0.0,
         metrics=metrics,
@@ -651,7 +651,7 @@ def held_out_score(scores: Sequence[HeldOutScore], counters: Counter[str]) -> He
     )  # fmt: skip
 
 
-def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
+def _member(item: ev.AppliedSet, batch: ev.AppliedBatch, now: float) -> Member:
     push, pushed, size = item.push, batch.pushed, len(item.batches)
     return Member(
         worker=push.worker, partition=batch.partition, batch=batch.number, lo=batch.lo, hi=batch.hi,
@@ -662,4 +662,5 @@ def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
         market=push.market, held_back=push.holds_back, set_grant_id=item.grant_id,
         batches=batch.count, cut=batch.cut, loss_sum=pushed.loss_sum, weight=pushed.weight,
         shared_loss=pushed.shared_loss, times=pushed.times, held_out=pushed.held_out,
+        grant_to_update_s=now - batch.granted_at_s,
     )  # fmt: skip

@@ -410,6 +410,8 @@ class Member(BatchOutcome, frozen=True, kw_only=True):
     batches: int = 1
     cut: bool = False  # the batch ends before it is full
     loss_sum: float = 0.0  # sum over its usable samples, before learning, with its worker's weights
+    # From its grant to the new weights; 0: an earlier release. The short name keeps updates small.
+    grant_to_update_s: float = msgspec.field(default=0.0, name="gu")
 
 
 class Update(ControlRecord, frozen=True):

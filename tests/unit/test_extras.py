@@ -20,7 +20,7 @@ from paths import ROOT
 from typer.testing import CliRunner
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-OF_ALL = {"avro", "drift", "join", "local", "plots", "protobuf", "provision", "serve"}
+OF_ALL = {"avro", "drift", "join", "local", "otel", "plots", "protobuf", "provision", "serve"}
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ task: {class: "examples.synthetic.task:Gaussian", args: {features: 4, hidden: [6
 data: {workers: 3, batch_size: 4}
 source: {kind: python, of: examples.synthetic.source:gaussians, args: {features: 4, classes: 2}}
 training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.1, momentum: 0.9}, ema: {decay: 0.9}}
-stop: {updates: 24}
+stop: {updates: 16}
 """
 PARTS = """
 job: forgetful
@@ -49,7 +49,7 @@ task: {class: "parts_task:Parts"}
 data: {workers: 3, batch_size: 4}
 source: {kind: python, of: parts_task:bags}
 training: {policy: {name: bsp}, optimizer: {name: adam, lr: 0.05}}
-stop: {updates: 16}
+stop: {updates: 12}
 """
 POISON = b"no sample"
 
