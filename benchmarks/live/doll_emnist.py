@@ -103,7 +103,7 @@ def run(folder: Path, options: Options) -> Report:
             "parameters; 47 classes, 2,000 held-out images, so that one evaluation has a standard error of 0.8 points.",
             "The paper states no learning rate. Its 51 million images are not needed for this accuracy: small updates "
             "(96 images) reach it after about 70,000.",
-            "Stream and held-out images are from the official test split, the part of EMNIST that was at hand.",
+            "Stream and held-out images are from the official test split, the part of EMNIST that was available.",
         ],
         data={"curves": [asdict(curve) for curve in curves]},
     )
