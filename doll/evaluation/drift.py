@@ -30,9 +30,10 @@ _WINDOW: Final = 300  # values in which the change is looked for, if the detecto
 _LEAST: Final = 5  # values of either side of a change
 _UNIT: Final = frozenset({"accuracy", "auc", "average_precision", "ndcg"})  # metrics in [0, 1]
 _RIVER: Final = {"adwin": "ADWIN", "page_hinkley": "PageHinkley", "kswin": "KSWIN"}
-# River's threshold is for values without a limit, and its alpha finds changes in streams that have none.
+# River looks for a change at each 32nd value, and its values are samples: here they are updates. Its threshold is for
+# values without a limit, and its alpha finds changes in streams that have none.
 _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "adwin": {}, "page_hinkley": {"threshold": 8.0}, "kswin": {"alpha": 1e-5, "seed": 0},
+    "adwin": {"clock": 8}, "page_hinkley": {"threshold": 8.0}, "kswin": {"alpha": 1e-5, "seed": 0},
 }  # fmt: skip
 
 
