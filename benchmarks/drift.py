@@ -25,7 +25,7 @@ from doll.config.drift import DriftConfig
 from doll.evaluation.drift import DriftWatch
 from doll.producers.sources import Stream
 from doll.ps.engine import events as ev
-from doll.ps.server import _update_record
+from doll.ps.server import update_record
 from doll.records.control import Drifted, TermStarted
 from river import drift as river_drift
 
@@ -87,7 +87,7 @@ class DriftingWorld(LearningWorld):
         outcome = super().perform(action)
         if isinstance(action, ev.ApplyUpdate):
             samples = sum(item.num_samples for item in action.sets)
-            record = _update_record(
+            record = update_record(
                 action, term=1, num_samples=samples, apply_s=0.0, now=self.now, counters=Counter()
             )  # fmt: skip
             self.losses.append((record.samples_total, record.loss))

@@ -436,7 +436,7 @@ class ParameterServer:
     def _apply(self, action: ev.ApplyUpdate) -> None:
         num_samples = self._timed(self._host.apply, action)
         self._unreported = action, functools.partial(
-            _update_record, action, term=self.engine.term, num_samples=num_samples, apply_s=self._busy_s,
+            update_record, action, term=self.engine.term, num_samples=num_samples, apply_s=self._busy_s,
             now=self._clock(), counters=self.engine.counters,
         )  # fmt: skip
         self._busy_s = 0.0
@@ -606,7 +606,7 @@ def _check_fencing(server: ParameterServer, *, paused_s: float, lease_s: float) 
         log.warning("store_unavailable", error=str(exc), action="trying again")
 
 
-def _update_record(
+def update_record(
     update: ev.ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float, counters: Counter[str]
 ) -> Update:  # fmt: skip
     """Return the record of one update, which has learned `num_samples` samples and took `apply_s` seconds at the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from doll.ps.model.updater import ModelParts
 from doll.ps.start import Start
 from doll.run.export import ExportOptions, write_model
 from doll.run.folder import RunFolder
-from doll.storage.checkpoints import Checkpoint, decode_checkpoint, resolve_version
+from doll.storage.checkpoints import Checkpoint, checksum_of, decode_checkpoint, resolve_version
 from doll.storage.stores import open_store
 from doll.task.base import load_task
 
@@ -96,7 +95,7 @@ def replay_version(run: RunFolder, to: str, out_folder: Path) -> ReplayOutcome:
             break
         is_kept = any(key[1] == version for key in store.versions())
         checkpoint = store.load_newest(None, version) if is_kept else None
-        if checkpoint is not None and not _equal(checkpoint.tensors, tensors):
+        if checkpoint is not None and checksum_of(checkpoint.tensors) != checksum_of(tensors):
             raise ConfigError(
                 f"{path}: version {version} of the log differs from the checkpoint of term {checkpoint.term}: are the "
                 "task, the libraries and the kind of processor the same?"
@@ -134,21 +133,9 @@ def _made_again(config: JobConfig, path: Path, version: int) -> Tensors | None:
     return None
 
 
-def _equal(a: Tensors, b: Tensors) -> bool:
-    return a.keys() == b.keys() and all(
-        (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
-        and np.ascontiguousarray(a[name]).tobytes() == np.ascontiguousarray(b[name]).tobytes()
-        for name in a
-    )
-
-
 def _written(
     config: JobConfig, path: Path, start: Start, version: int, tensors: Tensors, out_folder: Path, *, is_kept: bool
 ) -> ReplayOutcome:  # fmt: skip
-    digest = sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        digest.update(np.ascontiguousarray(tensor).data)
     task = load_task(config)
     model = build(config, task, with_rows=False)
     made = Checkpoint(
@@ -158,4 +145,4 @@ def _written(
     content = write_model(
         config, task, model, weights_of(made, model, location=str(path)), out_folder, ExportOptions()
     )  # fmt: skip
-    return ReplayOutcome(version, start.term, path.name, digest.hexdigest(), is_kept, content)
+    return ReplayOutcome(version, start.term, path.name, checksum_of(tensors), is_kept, content)

@@ -157,6 +157,15 @@ def _encode_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Buffer]:
     return [struct.pack("<Q", len(head)), head, *bodies]
 
 
+def checksum_of(tensors: Mapping[str, npt.NDArray[Any]]) -> str:
+    """Return the SHA-256 of all tensors, with their names, types and shapes: equal if all bits are."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(np.ascontiguousarray(tensor).data)
+    return digest.hexdigest()
+
+
 def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Checkpoint:
     """Return the checkpoint in `data`. Raise DamagedError if it is incomplete or changed, and CheckpointError if this
     release does not read its schema.

@@ -8,13 +8,12 @@ from typing import Any
 
 import commands
 import pytest
-from doll.ledger.snapshot_counts import SnapshotCounts, read_counts
 from doll.process.fault_points import ENV
 from doll.run.target import open_target
 from doll.services import Services
 from doll.storage.stores import open_store
 from forked_commands import Program, environment
-from killed_runs import killed_run, left
+from killed_runs import counts_of, killed_run, left
 
 pytestmark = pytest.mark.e2e
 
@@ -23,30 +22,23 @@ POINTS = {"forget.after_claim": False, "ps.mid_checkpoint": False, "forget.after
 PLACES = ("--offset", "0/20-27", "--offset", "1/40")
 
 
-def newest_of(run: Path) -> SnapshotCounts:
-    config = open_target(run, []).config
-    checkpoint = open_store(config, run).load_newest(None)
-    assert checkpoint is not None
-    return read_counts(config, checkpoint.state)
-
-
 def test_records_are_removed_through_three_kills_and_stay_removed(
     tmp_path: Path, job_name: str, services: Services, doll: Program
 ) -> None:
     env = environment(services)
     run = killed_run(doll, tmp_path, job_name, "--set", "checkpoint.keep=100", **env)
-    before = newest_of(run)
+    before = counts_of(run)
 
     planned = commands.doll("forget", run, *PLACES, "--dry-run", **env)
     assert planned.exit_code == 0, planned.stderr
     assert f"version {before.version} of {job_name} has learned 9 of these records" in planned.stdout
-    assert newest_of(run) == before
+    assert counts_of(run) == before
 
     for point, is_removed in POINTS.items():
         killed = doll("forget", run, *PLACES, **env, **{ENV: f"{point}@1"})
         assert killed.returncode == -9, (point, killed.stderr)
-        assert newest_of(run).version == before.version + is_removed, point
-    assert newest_of(run).rollbacks[-1].forgot == (((20, 28),), ((40, 41),))
+        assert counts_of(run).version == before.version + is_removed, point
+    assert counts_of(run).rollbacks[-1].forgot == (((20, 28),), ((40, 41),))
 
     again = commands.doll("forget", run, *PLACES, **env)
     assert "has learned none of these records: nothing is changed\n  9 more of these" in again.stdout, again.stderr
@@ -69,7 +61,7 @@ def test_records_are_removed_through_three_kills_and_stay_removed(
     again = commands.doll("audit", run, "--independent", **env)
     assert again.exit_code == 0, again.output
     assert "\nindependent audit: " in again.stdout
-    last = newest_of(run)
+    last = counts_of(run)
     far = last.read_until[0] - 1
     removed = commands.doll("forget", run, "--offset", "1/3", "--offset", f"0/{far}", "--purge", "--json", **env)
     assert removed.exit_code == 0, removed.stderr

@@ -9,14 +9,13 @@ from typing import Any
 
 import commands
 import pytest
-from doll.ledger.snapshot_counts import SnapshotCounts, read_counts
 from doll.process.fault_points import ENV, MARKER_ENV
 from doll.run.replay import replay_version
 from doll.run.target import open_target
 from doll.services import Services
 from doll.storage.stores import open_store
 from forked_commands import Program, environment
-from killed_runs import killed_run, left
+from killed_runs import counts_of, killed_run, left
 
 pytestmark = pytest.mark.e2e
 
@@ -33,13 +32,6 @@ def report_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert (audit["missing"], audit["duplicate"], audit["lost"]) == (0, 0, 0)
     assert audit["produced"] == audit["applied"] + audit["pending"] + audit["skipped"]
     return report
-
-
-def counts_of(run: Path, version: int | None = None) -> SnapshotCounts:
-    config = open_target(run, []).config
-    checkpoint = open_store(config, run).load_newest(None, version)
-    assert checkpoint is not None
-    return read_counts(config, checkpoint.state)
 
 
 def test_a_run_goes_back_through_three_kills_and_counts_what_it_skipped(

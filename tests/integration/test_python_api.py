@@ -52,12 +52,18 @@ def shared(services: Services, job_name: str, monkeypatch: pytest.MonkeyPatch) -
     return job_name
 
 
-def test_pairs_of_a_generator_become_an_audited_model(tmp_path: Path, shared: str) -> None:
+def _trained(folder: Path, name: str) -> tuple[doll.Run, list[tuple[np.ndarray[Any, Any], int]]]:
+    """A run of pairs of a generator, and its held-out pairs."""
     held_out = [pair for pair, _ in zip(_pairs(1), range(200), strict=False)]
     run = doll.train(
-        Blobs, _pairs(), name=shared, held_out=held_out, stop=_STOP, settings=_SETTINGS, runs_folder=tmp_path,
+        Blobs, _pairs(), name=name, held_out=held_out, stop=_STOP, settings=_SETTINGS, runs_folder=folder,
         progress=False,
     )  # fmt: skip
+    return run, held_out
+
+
+def test_pairs_of_a_generator_become_an_audited_model(tmp_path: Path, shared: str) -> None:
+    run, held_out = _trained(tmp_path, shared)
     assert not run.is_running
     assert run.samples >= _STOP["samples"]
     audit = run.audit()
@@ -72,11 +78,7 @@ def test_pairs_of_a_generator_become_an_audited_model(tmp_path: Path, shared: st
 
 
 def test_a_run_goes_on_with_more_samples_and_another_begins_with_its_weights(tmp_path: Path, shared: str) -> None:
-    held_out = [pair for pair, _ in zip(_pairs(1), range(200), strict=False)]
-    run = doll.train(
-        Blobs, _pairs(), name=shared, held_out=held_out, stop=_STOP, settings=_SETTINGS, runs_folder=tmp_path,
-        progress=False,
-    )  # fmt: skip
+    run, held_out = _trained(tmp_path, shared)
     # In the same folder and with the same audit.
     before = run.samples
     more = doll.train(source=itertools.islice(_pairs(3), 320), resume=run, progress=False)

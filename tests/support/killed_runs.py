@@ -8,7 +8,10 @@ from pathlib import Path
 import commands
 import psutil
 from doll.errors import ConfigError
+from doll.ledger.snapshot_counts import SnapshotCounts, read_counts
 from doll.run.folder import RunFolder
+from doll.run.target import open_target
+from doll.storage.stores import open_store
 from forked_commands import Program
 from process_checks import is_gone
 from waiting import until
@@ -62,6 +65,14 @@ def version(run: Path) -> int:
     """The newest version in the run's checkpoint folder or, without one, in its parameter server's log."""
     saved = [int(name.stem.rsplit("-", 1)[1]) for name in (run / "checkpoints").glob("checkpoint-*.doll")]
     return max(saved, default=0)
+
+
+def counts_of(run: Path, version: int | None = None) -> SnapshotCounts:
+    """The counts in the newest checkpoint of a run, or in that of a version."""
+    config = open_target(run, []).config
+    checkpoint = open_store(config, run).load_newest(None, version)
+    assert checkpoint is not None
+    return read_counts(config, checkpoint.state)
 
 
 def left(run: Path) -> list[str]:

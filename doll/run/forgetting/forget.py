@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from dataclasses import field as dataclass_field
-from hashlib import sha256
 from typing import Any, Final
 
 import numpy as np
@@ -40,7 +39,7 @@ from doll.run.local.regrid import stopped_job
 from doll.run.local.resume import check_same_ledger, on_same_broker
 from doll.run.target import Target
 from doll.services import Services, resolve
-from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.checkpoints import Checkpoint, CheckpointStore, checksum_of
 from doll.storage.stores import open_store
 
 Say = Callable[[str], None]
@@ -221,8 +220,9 @@ class _Run:
             above_term=above_term,
         )  # fmt: skip
         facts |= {
-            "version": saved.version, "samples": samples, "sha256_before": checksum(newest.tensors),
-            "sha256": checksum(saved.tensors), "still_held": tuple(self._held_by(target, saved.version, purge=purge)),
+            "version": saved.version, "samples": samples, "sha256_before": checksum_of(newest.tensors),
+            "sha256": checksum_of(saved.tensors),
+            "still_held": tuple(self._held_by(target, saved.version, purge=purge)),
         }  # fmt: skip
         path = target.run.path / FOLDER / f"version-{saved.version}.json"
         certificate = Certificate(**facts, path=display_path(path))
@@ -344,7 +344,7 @@ class _Run:
         without = self._removed_until(plan.version)
         tensors, _ = self._computed(plan, without, plan.control, "with all records, as a control")
         span = f"versions {plan.version + 1} to {plan.control}, with all records"
-        if is_equal(tensors, kept.tensors):
+        if checksum_of(tensors) == checksum_of(kept.tensors):
             return f"{span}, were computed again: equal to the job's to the bit"
         if not _is_close(tensors, kept.tensors):
             raise ConfigError(
@@ -409,20 +409,6 @@ def _joined(all_spans: Iterable[Mapping[int, Sequence[Span]]]) -> dict[int, list
 
 def _by_partition(spans: Mapping[int, Sequence[Span]], num: int) -> list[Sequence[Span]]:
     return [spans.get(at, ()) for at in range(num)]
-
-
-def checksum(tensors: Tensors) -> str:
-    """Return the SHA-256 of all tensors, with their names, types and shapes."""
-    digest = sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        digest.update(np.ascontiguousarray(tensor).data)
-    return digest.hexdigest()
-
-
-def is_equal(a: Tensors, b: Tensors) -> bool:
-    """Return whether two models have the same tensors, bit for bit."""
-    return a.keys() == b.keys() and checksum(a) == checksum(b)
 
 
 def _is_close(a: Tensors, b: Tensors) -> bool:
