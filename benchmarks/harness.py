@@ -237,10 +237,10 @@ class Bench:
 
     def learn(
         self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S, observer: Observer | None = None,
-        page_port: int = 0,
+        page_port: int = 0, watchers: Sequence[tuple[str, str, Sequence[Any]]] = (),
     ) -> LearningResult:  # fmt: skip
-        """Run the job's parameter server and workers until its stop rule; `produce` starts its source too, and
-        `page_port` a page.
+        """Run the job's parameter server and workers until its stop rule; `produce` starts its source too, `page_port`
+        a page, and `watchers` further processes: name, entry point and arguments after those of a role.
 
         Runs of one job name use the same topics, with separate checkpoint folders: each begins at the first sample.
         """
@@ -268,9 +268,10 @@ class Bench:
                     roles.append(self.start("producer", "doll.run.local.roles:producer_role", args))
                 if page_port:
                     roles.append(self.start("page", "doll.run.local.roles:page_role", [*args, page_port], fresh))
+                roles += [self.start(name, entry, [*args, *more], fresh) for name, entry, more in watchers]
                 updates, usage = self._collect(tail, config, roles, warm_s, observer)
                 for role in roles:
-                    if role.name not in ("producer", "page"):
+                    if role.name not in ("producer", "page", *(name for name, _, _ in watchers)):
                         role.wait(10.0)
             finally:
                 for role in roles:

@@ -117,6 +117,15 @@ def worker_role(out: str, *args: Any) -> int:
         _write(out, [gradients.rows, fetches.rows])
 
 
+def otel_role(job_path: str, kafka: str, redis: str, run_folder: str, endpoint: str) -> int:
+    """`doll otel`."""
+    from doll.monitor.otel import export_traces
+    from doll.run.local.roles import JobProcess
+
+    process = JobProcess.forked("otel", job_path, kafka, redis, run_folder)
+    return export_traces(process.config, process.services, endpoint, 5.0)
+
+
 def ps_role(out: str, *args: Any) -> int:
     """`doll.run.local.roles:ps_role`, whose grants and pushes are logged in `out`."""
     name_threads()

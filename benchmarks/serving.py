@@ -182,8 +182,9 @@ class Load(NamedTuple):
 class _Asker(asyncio.Protocol):
     """One connection that asks again and again."""
 
-    def __init__(self, request: bytes, times: list[float], seen: dict[int, float]) -> None:
+    def __init__(self, request: bytes, times: list[float], seen: dict[int, float], pause_s: float = 0.0) -> None:
         self._request = request
+        self._pause_s = pause_s
         self._times = times
         self._seen = seen
         self._data = b""
@@ -194,6 +195,8 @@ class _Asker(asyncio.Protocol):
         self._ask()
 
     def _ask(self) -> None:
+        if self._transport.is_closing():
+            return
         self._asked_s = time.perf_counter()
         self._transport.write(self._request)
 
@@ -210,7 +213,10 @@ class _Asker(asyncio.Protocol):
         elif (version := _VERSION.search(self._data, head)) is not None and int(version[1]) not in self._seen:
             self._seen[int(version[1])] = time.monotonic()
         self._data = b""
-        self._ask()
+        if self._pause_s:
+            asyncio.get_running_loop().call_later(self._pause_s, self._ask)
+        else:
+            self._ask()
 
 
 def request_to(path: str, samples: int) -> bytes:
@@ -222,8 +228,8 @@ def request_to(path: str, samples: int) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def ask(port: int, request: bytes, connections: int, seconds: float) -> Load:
-    """Ask for so long, in this process."""
+def ask(port: int, request: bytes, connections: int, seconds: float, pause_s: float = 0.0) -> Load:
+    """Ask for so long, in this process. `pause_s`: between an answer and the next request of its connection."""
     import uvloop
 
     times: list[float] = []
@@ -232,7 +238,7 @@ def ask(port: int, request: bytes, connections: int, seconds: float) -> Load:
     async def run() -> int:
         loop = asyncio.get_running_loop()
         askers = [
-            (await loop.create_connection(lambda: _Asker(request, times, seen), "127.0.0.1", port))
+            (await loop.create_connection(lambda: _Asker(request, times, seen, pause_s), "127.0.0.1", port))
             for _ in range(connections)
         ]
         await asyncio.sleep(seconds)
@@ -261,8 +267,10 @@ class Asking:
         self._pipe, theirs = context.Pipe()
         context.Process(target=_answer_orders, args=(theirs,), daemon=True).start()
 
-    def __call__(self, port: int, path: str, connections: int, seconds: float, samples: int = 1) -> Load:
-        self._pipe.send((port, request_to(path, samples), connections, seconds))
+    def __call__(
+        self, port: int, path: str, connections: int, seconds: float, samples: int = 1, pause_s: float = 0.0
+    ) -> Load:
+        self._pipe.send((port, request_to(path, samples), connections, seconds, pause_s))
         load: Load = self._pipe.recv()
         return load
 

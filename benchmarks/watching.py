@@ -1,6 +1,8 @@
-"""What watching costs a run: `python -m benchmarks.watching`.
+"""What watching costs a run: `python -m benchmarks.watching [--everything]`.
 
-The same job alone, and with its page and somebody who follows it, in turn, in one run. See docs/benchmarks.md.
+The same job alone, and with its page and somebody who follows it, in turn, in one run. With `--everything` an evaluator
+watches it too, with gates and the detectors of drift in metrics, features, labels and answers, and `doll otel` sends
+its traces to a collector. The job alone has no evaluator. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import http.server
+import json
 import os
 import signal
 import sys
@@ -16,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
+from doll.config import JobConfig, parse
 from doll.local import processes
 
 from benchmarks.harness import Bench, image_records
@@ -23,7 +28,7 @@ from benchmarks.overhead import GROUP_SIZE, job_of, summarize
 from benchmarks.pipeline import BATCH, MODELS, Measured, Runner
 from benchmarks.results import keep
 
-GOAL = 0.98
+GOAL, GOAL_OF_EVERYTHING = 0.98, 0.97
 
 
 @contextlib.contextmanager
@@ -52,6 +57,40 @@ def reader(port: int) -> Iterator[list[int]]:
         ended.set()
 
 
+class _Collector(http.server.BaseHTTPRequestHandler):
+    """Accepts what `doll otel` sends."""
+
+    received = 0
+
+    def do_POST(self) -> None:
+        _Collector.received += len(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def collector() -> Iterator[str]:
+    """A collector within the context; its address."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def watched(config: JobConfig) -> JobConfig:
+    """The job with everything that watches it."""
+    sections = {"drift": {"inputs": {"window": 1_000}}, "versions": {"gates": {"min_interval_s": 0}}}
+    return parse(json.dumps(config.model_dump(mode="json", by_alias=True, exclude_unset=True) | sections))
+
+
 def measure(runner: Runner, model: str, seconds: float) -> None:
     """One pair of runs; which comes first alternates."""
     bench = runner.bench
@@ -65,11 +104,18 @@ def measure(runner: Runner, model: str, seconds: float) -> None:
 
         def learn(is_watched: bool = name == "on") -> Measured:
             port = processes.free_port() if is_watched else 0
-            with reader(port) if port else contextlib.nullcontext([]) as sizes:
-                learned = bench.learn(config, page_port=port)
-            return Measured(
-                learned.samples_per_s, learned.usage, {"updates": len(learned.updates), "events": len(sizes)}
-            )
+            with contextlib.ExitStack() as beside:
+                sizes = beside.enter_context(reader(port)) if port else []
+                watchers = []
+                if is_watched and runner.args.everything:
+                    endpoint = beside.enter_context(collector())
+                    watchers = [
+                        ("evaluator", "doll.run.local.roles:evaluator_role", ()),
+                        ("otel", "benchmarks.probes:otel_role", (endpoint,)),
+                    ]
+                learned = bench.learn(watched(config) if watchers else config, page_port=port, watchers=watchers)
+            more = {"updates": len(learned.updates), "events": len(sizes), "traced_bytes": _Collector.received}
+            return Measured(learned.samples_per_s, learned.usage, more)
 
         runner.measure("watching", f"{model} {name}", learn)
 
@@ -79,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=5, help="pairs of runs for each model; default 5")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each run; default 15")
     parser.add_argument("--wait-s", type=float, default=20.0, help="longest wait for an idle machine before each run")
+    parser.add_argument("--everything", action="store_true", help="gates, drift and traces too; the goal is 0.97")
     parser.add_argument("--models", default="cnn", help="cnn and small, with a comma; default cnn")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything started here is ended
@@ -93,11 +140,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"pair {repetition + 1} of {args.repetitions}; load {os.getloadavg()[0]:.1f}")
             for model in args.models.split(","):
                 measure(runner, model, args.seconds)
-    rows = summarize(runner.runs, GOAL)
+    rows = summarize(runner.runs, GOAL_OF_EVERYTHING if args.everything else GOAL)
     path = keep(f"watching-{began:%Y%m%d-%H%M%S}", {"cores": os.cpu_count(), "rows": rows, "runs": runner.runs})
     for row in rows:
         print(
-            f"{row['model']}: {row['on']:,.0f} samples/s with a page, {row['off']:,.0f} without: {row['ratio']:.3f} "
+            f"{row['model']}: {row['on']:,.0f} samples/s watched, {row['off']:,.0f} without: {row['ratio']:.3f} "
             f"({row['ratio_low']:.3f} to {row['ratio_high']:.3f}, {row['pairs']} pairs; goal {row['goal']})"
         )
     print(f"written: {path}")

@@ -34,6 +34,9 @@ def serve(
             help="Versions to serve, and the percentage of requests for each, as in stable=95,latest=5.",
         ),
     ] = None,
+    split_by: Annotated[
+        str, typer.Option(metavar="HEADER", help="With --split: requests with the same header get the same version.")
+    ] = "",
     host: Annotated[
         str, typer.Option(help="Address to listen on. If other machines can reach it, a token or mTLS is required.")
     ] = "127.0.0.1",
@@ -103,6 +106,8 @@ def serve(
         raise typer.BadParameter("--log-records: expected --log-answers TOPIC, the topic for them")
     if shadow is not None and (not log_answers or log_records):
         raise typer.BadParameter("--shadow: expected --log-answers TOPIC for its answers, without --log-records")
+    if split_by and split is None:
+        raise typer.BadParameter("--split-by: expected --split VERSION=PERCENT,..., the versions and their percentages")
     require("doll serve", "serve")
     from doll.serving.main import ServedJob, ServeOptions, run_serve
 
@@ -114,6 +119,7 @@ def serve(
         time_limit_s=10.0 if timeout_s is None else timeout_s,
         keep_alive_s=75.0 if keep_alive_s is None else keep_alive_s, log_topic=log_answers,
         log_records=log_records, shadow="" if shadow is None else _plain(shadow), token_file=token_file,
+        split_by=split_by,
     )  # fmt: skip
     served = ServedJob(target.config, target.run.path, lambda: _services(target), lambda: _has_ended(target))
     path = f"/v2/models/{options.name}"

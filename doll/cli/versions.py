@@ -113,6 +113,29 @@ def compare(
     )
 
 
+@versions_app.command("value")
+def value(
+    job: KeptOptions,
+    version: Annotated[
+        list[str], typer.Option("--version", metavar="VERSION", help="latest, a number or an alias; repeatable.")
+    ],
+    reward: Annotated[str, typer.Option(metavar="FIELD", help="Field of a record that has the reward.")],
+    most: Annotated[int, typer.Option("--records", min=1, help="Number of records, the newest ones.")] = 100_000,
+    as_json: JsonOption = False,
+) -> None:
+    """Estimate what the mean reward would have been if a version had chosen the actions.
+
+    For a task with Task.choose, and a samples topic whose records doll serve --log-records has written, with the reward
+    added by data.join or by your program. Three estimators: ips (inverse propensity), snips (self-normalised), and dr
+    (doubly robust) if the task has Task.action_values. The intervals are of 95 %.
+
+    Example: doll versions value my.yaml --version stable --version latest --reward clicked
+    """
+    from doll.run.off_policy import value_of_versions
+
+    emit_result(as_json, value_of_versions(job.target(), version, reward=reward, most=most))
+
+
 @versions_app.command("pin")
 def pin_(job: KeptOptions, version: VersionArgument, as_json: JsonOption = False) -> None:
     """Keep a version until it is unpinned, regardless of the number of newer versions.

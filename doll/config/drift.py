@@ -37,12 +37,31 @@ class ReactionConfig(Section):
     """number of updates with this factor, from the update at which the change was noticed"""
 
 
+class InputsConfig(Section):
+    """Changes of what comes: features, labels, and the model's answers. The evaluator reads a part of the stream for
+    it."""
+
+    records_per_s: int = Field(default=100, ge=1, le=100_000)
+    """largest number of records read in a second, the newest ones"""
+    window: int = Field(default=5_000, ge=1_000, le=1_000_000_000)
+    """samples of the newest window, which is compared with an earlier one; longer than what comes and goes each day
+    if this is not to be reported"""
+    max_index: float = Field(default=0.2, gt=0, le=100)
+    """population stability index above which a column has changed"""
+    leave_out: list[str] = Field(default=[], max_length=1_000)
+    """columns that are not watched, such as x[3] or user.age"""
+    answers: bool = True
+    """whether the model's answers are watched too; they are computed for 2,000 samples in each window"""
+
+
 class DriftConfig(Section):
     """Changes of the stream that make the model worse (docs/guide/drift.md). The evaluator watches the prequential
     metrics of each update, and says between which records a metric became worse."""
 
     metrics: dict[str, Detector] = Field(default={}, max_length=32)
     """metrics by name, each with its detector [loss: adwin]"""
+    inputs: InputsConfig | None = None
+    """watch features, labels and answers too; default: no"""
     react: ReactionConfig | None = None
     """what the parameter server does about a change; default: nothing. Only with a policy whose workers send
     gradients"""

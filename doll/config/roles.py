@@ -74,6 +74,9 @@ class EvaluationConfig(Section):
     """maximum size of the held-out set"""
     enabled: bool = True
     """false: `doll up` does not start an evaluator"""
+    half_life_updates: float | None = Field(default=None, ge=1, le=10_000)
+    """also publish the prequential metrics with the weight of an update halved after this number of updates, so that
+    they fade; default: only those of the last 50 updates and of all"""
     holdout: HoldoutConfig | None = None
     """records that are never learned; default: only those of `Task.holdout`, which are not in the stream"""
 

@@ -261,6 +261,9 @@ class HistorySource(SourceSection):
     records"""
     memory_bytes: PositiveInt = Field(default=1024 * 1024 * 1024, ge=1_048_576)
     """maximum size of row groups whose times overlap, because they are in memory together"""
+    max_unlearned: PositiveInt | None = 20_000_000
+    """rows are sent only while fewer records of the samples topic than this are not learned yet, so that it does not
+    delete them first; null: without a limit"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -39,7 +39,7 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A metric that has become worse.
+    """A metric that has become worse, or a feature, label or answer with another distribution.
 
     Attributes:
         before, after: mean of the metric before and after the change, in the part of the stream that was compared.
@@ -47,6 +47,7 @@ class Drift:
         version: that at which the detector noticed it, made by the server of `term`.
         time_s: time of the update of `version`, Unix time.
         offsets: (partition, lo, hi): the records of these versions.
+        index: population stability index of the two distributions; 0: the change is that of a metric.
     """
 
     metric: str
@@ -58,12 +59,7 @@ class Drift:
     time_s: float
     offsets: tuple[tuple[int, int, int], ...]
     term: int = 0
-
-    def text(self) -> str:
-        return (
-            f"{self.metric} went from {self.before:.4g} to {self.after:.4g} between versions {self.since:,} and "
-            f"{self.version:,}"
-        )
+    index: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

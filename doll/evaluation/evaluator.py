@@ -25,7 +25,7 @@ from doll.evaluation.live_watch import LiveWatch, MovedBack, RecordSource
 from doll.evaluation.stored_weights import Place, StoredWeights, place_of
 from doll.evaluation.weight_follower import WeightFollower
 from doll.extras import require
-from doll.model.flat_model import build
+from doll.model.flat_model import FlatModel, build
 from doll.monitor.state.csv_file import CsvFile, read_rows
 from doll.monitor.state.history import History
 from doll.records.control import AnyRecord
@@ -37,10 +37,12 @@ from doll.task.batches import SampleBatch
 
 if TYPE_CHECKING:
     from doll.evaluation.drift import Drift, DriftWatch
+    from doll.evaluation.watched_inputs import InputSource, WatchedInputs
 
 log = telemetry.get_logger(__name__)
 
-_DRIFTS: Final = "drifts.jsonl"
+_DRIFTS: Final = "drifts.jsonl"  # which each process makes again from the topic
+_INPUT_DRIFTS: Final = "input_drifts.jsonl"  # which all processes append to
 
 
 def _drift_watch(config: DriftConfig, after_term: int) -> DriftWatch:
@@ -49,6 +51,14 @@ def _drift_watch(config: DriftConfig, after_term: int) -> DriftWatch:
     from doll.evaluation.drift import DriftWatch
 
     return DriftWatch(config, after_term=after_term)
+
+
+def _watched_inputs(
+    config: JobConfig, run_folder: Path, task: Task, model: FlatModel, records: InputSource
+) -> WatchedInputs:
+    from doll.evaluation.watched_inputs import WatchedInputs
+
+    return WatchedInputs(config, run_folder, task, model, records)
 
 
 class Evaluation(NamedTuple):
@@ -71,6 +81,7 @@ class Evaluator:
         after_term: terms up to this one belong to earlier runs, see `History`.
         samples_of: returns the held-out samples for the task; None: those of `Task.holdout`.
         live_records: the newest records of the stream; None: the job has no `versions.live`.
+        input_records: the same, read on its own; None: the job has no `drift.inputs`.
 
     Raises:
         ConfigError: the task cannot be loaded, or its model or held-out set fails.
@@ -86,6 +97,7 @@ class Evaluator:
         after_term: int = 0,
         samples_of: Callable[[Task], SampleBatch] | None = None,
         live_records: RecordSource | None = None,
+        input_records: InputSource | None = None,
     ) -> None:
         self._config = config
         task = load_task(config)
@@ -100,6 +112,9 @@ class Evaluator:
         if live_records is not None:
             self._live = LiveWatch(config, run_folder, task, self._model, live_records)
         self._drift = None if config.drift is None else _drift_watch(config.drift, after_term)
+        self._inputs = None
+        if input_records is not None:
+            self._inputs = _watched_inputs(config, run_folder, task, self._model, input_records)
         self._run_folder = run_folder
         self._redis_unavailable = self._reported_no_checkpoint = False
         self._last: Place | None = None
@@ -134,8 +149,7 @@ class Evaluator:
     def feed(self, records: list[AnyRecord]) -> list[Drift]:
         """Process records of the `updates` topic, and update the files. Return the drifts that these records show."""
         drifts = [] if self._drift is None else [item for record in records for item in self._drift.feed(record)]
-        if drifts:
-            self._append_drifts(drifts)
+        self._append_drifts(_DRIFTS, drifts)
         changed = [self.history.feed(record) for record in records]
         for record in records:
             self._follower.feed(record)
@@ -144,10 +158,10 @@ class Evaluator:
             self._evaluations_file.sync(changed=True)
         return drifts
 
-    def _append_drifts(self, drifts: list[Drift]) -> None:
-        """Write the drifts to the file, which each process makes again from the topic."""
-        with (self._run_folder / _DRIFTS).open("ab") as file:
-            file.writelines(msgspec.json.encode(drift) + b"\n" for drift in drifts)
+    def _append_drifts(self, name: str, drifts: list[Drift]) -> None:
+        if drifts:
+            with (self._run_folder / name).open("ab") as file:
+                file.writelines(msgspec.json.encode(drift) + b"\n" for drift in drifts)
 
     def evaluate_newest(self) -> Evaluation | None:
         """Measure the newest published weights, or those of the newest checkpoint if the follower reads checkpoints.
@@ -188,6 +202,19 @@ class Evaluator:
         except (CheckpointError, ServiceUnavailableError) as exc:
             log.warning("live_records_not_measured", reason=str(exc))
             return None
+
+    def watch_inputs(self) -> list[Drift]:
+        """Compare new records with earlier ones, and return what has changed. While Kafka does not answer, nothing is
+        compared."""
+        if self._inputs is None:
+            return []
+        try:
+            drifts = self._inputs.look(self.history.term, self.history.version)
+        except ServiceUnavailableError as exc:
+            log.warning("inputs_not_watched", reason=str(exc))
+            return []
+        self._append_drifts(_INPUT_DRIFTS, drifts)
+        return drifts
 
     def not_measured(self) -> Evaluation | None:
         """Return the newest version if the task has no held-out samples; None if it was returned before."""

@@ -19,11 +19,10 @@ import numpy.typing as npt
 from doll.config.gates import GatesConfig
 from doll.metrics.states import MetricState, merged
 from doll.storage.version_marks import Check, Verdict
-from doll.theory.comparison import t_quantile
+from doll.theory.comparison import stability_index, t_quantile
 
 MAX_BLOCKS: Final = 20
 _OUTPUT_BINS: Final = 10
-_LEAST_SHARE: Final = 1e-4  # of a bin without outputs
 _LEAST_ERROR: Final = 1e-9  # six standard errors: nobody knows tails beyond them
 _USUAL_STEPS: Final = 3  # known steps before a step can be unusual
 
@@ -194,13 +193,9 @@ def _rates(candidate: Measured, stable: Measured) -> Iterator[tuple[str, float]]
 
 
 def _shift(values: npt.NDArray[Any], before: npt.NDArray[Any]) -> float:
-    """Return the population stability index between outputs, over the deciles of `before`: the sum of
-    (p - q) ln(p / q) (Lewis, An Introduction to Credit Scoring, 1994)."""
+    """Return the population stability index between outputs, over the deciles of `before`."""
     if not np.isfinite(values).all():
         return math.inf
     edges = np.unique(np.quantile(before, np.linspace(0, 1, _OUTPUT_BINS + 1)[1:-1]))
-    shares = [
-        np.maximum(np.bincount(np.searchsorted(edges, each), minlength=len(edges) + 1) / each.size, _LEAST_SHARE)
-        for each in (values, before)
-    ]
-    return float(np.sum((shares[0] - shares[1]) * np.log(shares[0] / shares[1])))
+    counts = (np.bincount(np.searchsorted(edges, each), minlength=len(edges) + 1) for each in (values, before))
+    return stability_index(*counts)

@@ -113,6 +113,31 @@ class HeldOut:
                     outputs.setdefault(name, []).append(leaf.float().numpy().reshape(-1))
         return blocks, {name: np.concatenate(parts) for name, parts in outputs.items()}, seconds
 
+    def answers(self, module: torch.nn.Module) -> dict[str, npt.NDArray[Any]]:
+        """Return the outputs of `module` by name, each of shape (n, ...). Outputs that are not rows of samples are left
+        out.
+
+        Raises:
+            ConfigError: as `evaluate`.
+        """
+        answers: dict[str, list[npt.NDArray[Any]]] = {}
+        with self._errors():
+            for count, output in self.outputs(module):
+                leaves, structure = trees.flat(output)
+                for name, leaf in zip(trees.dotted_names("answer", structure), leaves, strict=True):
+                    if leaf.ndim and len(leaf) == count:
+                        answers.setdefault(name, []).append(leaf.float().numpy())
+            return {name: np.concatenate(parts) for name, parts in answers.items()}
+
+    def outputs(self, module: torch.nn.Module) -> Iterator[tuple[int, Any]]:
+        """Yield the output of `module` for each part of the samples, with the number of these samples. The user's code
+        may raise anything."""
+        module.eval()
+        for chunk in self._chunks():
+            samples = self._samples.take(chunk)
+            with torch.inference_mode():
+                yield samples.num_samples, passes.forward(self._task, module, passes.inputs_of(self._task, samples))
+
     def _computed(self, module: torch.nn.Module, size: int) -> Iterator[tuple[Block, tuple[Any, float]]]:
         """Yield the metrics of each part of `size` samples, with the output and the time that it took."""
         module.eval()

@@ -1,7 +1,8 @@
-"""The newest records of a job's stream, for the watch on the alias's version (`versions.live`)."""
+"""The newest records of a job's stream, for the watches on the alias's version and on what comes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from doll.config import JobConfig
@@ -24,6 +25,11 @@ class LiveRecords:
 
     def close(self) -> None:
         self._reader.__exit__()
+
+    @property
+    def positions(self) -> Mapping[int, int]:
+        """The offset after the last record that was taken or left out, by partition."""
+        return self._next
 
     def begin(self) -> None:
         """Leave out the records that there are."""

@@ -21,6 +21,7 @@ from doll.evaluation.live_records import LiveRecords
 from doll.evaluation.live_watch import MovedBack
 from doll.kafka.publisher import Publisher
 from doll.kafka.reader import RESUME_GRACE_S, Partition, Tail
+from doll.monitor.state.history import History
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import HEARTBEAT_EVERY_S
@@ -68,9 +69,12 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, af
         topic = None if holdout is None else holdout.topic
         samples_of = None if topic is None else partial(topic_samples, config, services, topic)
         live = None if config.versions.live is None else opened.enter_context(closing(LiveRecords(config, services)))
+        has_inputs = config.drift is not None and config.drift.inputs is not None
+        inputs = opened.enter_context(closing(LiveRecords(config, services))) if has_inputs else None
         evaluator = Evaluator(
-            config, blobs, run_folder, after_term=after_term, samples_of=samples_of, live_records=live
-        )
+            config, blobs, run_folder, after_term=after_term, samples_of=samples_of, live_records=live,
+            input_records=inputs,
+        )  # fmt: skip
         tail = opened.enter_context(Tail(config, services, (config.topic("updates"),)))
         _follow(config, evaluator, tail, publisher, stop, heartbeat)
     return 0
@@ -102,6 +106,7 @@ def _follow(
         entries = tail.poll(POLL_S)
         # An evaluator that was away finds what came meanwhile, and earlier drifts again: readers know these.
         _publish_drifts(config, evaluator.feed([entry.record for entry in entries]), publisher)
+        _publish_drifts(config, evaluator.watch_inputs(), publisher)
         publisher.poll()
         _publish_move(config, evaluator.watch_live(), publisher)
         finished = evaluator.history.finished
@@ -140,6 +145,7 @@ def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, eval
         "evaluate_s": evaluation.seconds,
         "prequential_loss": history.prequential.running().loss,
         **{f"{names.PREQUENTIAL_WINDOW}{name}": value for name, value in prequential.items()},
+        **{f"{names.PREQUENTIAL_FADING}{name}": value for name, value in _fading(config, history).items()},
         **{f"{names.HELD_OUT_RECORDS}{name}": value for name, value in of_records.items()},
     }
     reached = dict(values)
@@ -157,16 +163,26 @@ def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, eval
     publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values=known, time_s=evaluation.time_s))
 
 
+def _fading(config: JobConfig, history: History) -> dict[str, float]:
+    if (half_life := config.evaluation.half_life_updates) is None:
+        return {}
+    means = history.prequential.faded(half_life)
+    return {"loss": means.loss, **means.metrics}
+
+
 def _publish_drifts(config: JobConfig, drifts: list[Drift], publisher: Publisher) -> None:
     for drift in drifts:
-        log.warning("drift", metric=drift.metric, text=drift.text(), offsets=drift.offsets)
-        facts = {"before": drift.before, "after": drift.after, "since": drift.since, "version": drift.version}
+        facts = {
+            "before": drift.before, "after": drift.after, "since": drift.since, "version": drift.version,
+            "index": drift.index,
+        }  # fmt: skip
+        log.warning("drift", metric=drift.metric, **facts, offsets=drift.offsets)
         values = {f"{names.DRIFT}_{fact}_{drift.metric}": float(value) for fact, value in facts.items()}
         known = {name: value for name, value in values.items() if not math.isnan(value)}
         metric = Metric(source=names.EVALUATOR, values={names.DRIFT: 1.0, **known}, time_s=drift.time_s)
         publisher.try_send(config.topic("metrics"), metric)
-        if config.drift is not None and config.drift.react is not None:
-            drifted = Drifted(term=drift.term, version=drift.version, metric=drift.metric)
+        if not drift.index:  # the model has become worse: the server and the provisioner react
+            drifted = Drifted(term=drift.term, version=drift.version, metric=drift.metric, since=drift.since)
             publisher.try_send(config.topic("events"), drifted, key=b"evaluator")
 
 

@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
 
 from doll.config import JobConfig
 from doll.kafka.clients import ADMIN_S, error_of, is_denial, kafka_problem, list_offsets, make_admin, setting_values
 from doll.kafka.facts import KafkaFacts, StreamFacts
 from doll.kafka.topic_plan import ActualTopic, plan_topics
+from doll.kafka.worker_offsets import MAX_GROUPS, committed_offsets, group_of, groups_of, newest
 from doll.services import Services
 
 _CONNECT_S: Final = 10.0
 _LATENCY_TRIES: Final = 5
-_MAX_GROUPS: Final = 100  # each group needs one request
 _OLD_SHARE: Final = 0.5  # share of the retention time
 
 
@@ -117,7 +117,7 @@ class _Questions:
     def groups(self) -> None:
         names = {
             f"doll.{self._config.job}.": f"doll.{self._config.job}.ps",
-            f"doll-{self._config.job}-w": self._group(0),
+            f"doll-{self._config.job}-w": group_of(self._config.job, 0),
         }
         if self._joined:
             names[f"doll.{self._config.job}.join"] = f"doll.{self._config.job}.join"
@@ -193,25 +193,17 @@ class _Questions:
             newest_ms = max((stamp for stamp in stamps_ms if stamp is not None and stamp > 0), default=None)
             self._facts.newest_s = None if newest_ms is None else newest_ms / 1000
 
-    def _group(self, worker: int) -> str:
-        return f"doll-{self._config.job}-w{worker}"
-
     def _committed(self, places: list[TopicPartition]) -> dict[int, int]:
         """Return the newest committed offset of each partition, over the groups of all workers."""
-        committed: dict[int, int] = {}
-        workers = self._config.data.workers
-        if workers > _MAX_GROUPS:
+        if self._config.data.workers > MAX_GROUPS:
             self._facts.problems.append(
-                f"offsets of groups: only those of workers 0 to {_MAX_GROUPS - 1} were asked for"
+                f"offsets of groups: only those of workers 0 to {MAX_GROUPS - 1} were asked for"
             )
-        for worker in range(min(workers, _MAX_GROUPS)):
-            with self._about(f"offsets of group {self._group(worker)}"):
-                request = [ConsumerGroupTopicPartitions(self._group(worker), places)]
-                (future,) = self._admin.list_consumer_group_offsets(request, request_timeout=ADMIN_S).values()
-                for place in future.result(ADMIN_S).topic_partitions:
-                    if place.offset >= 0:
-                        committed[place.partition] = max(place.offset, committed.get(place.partition, 0))
-        return committed
+        committed = []
+        for group in groups_of(self._config):
+            with self._about(f"offsets of group {group}"):
+                committed.append(committed_offsets(self._admin, group, places))
+        return newest(committed)
 
     def _old_until(self, name: str, places: list[TopicPartition]) -> dict[int, int]:
         settings = self._facts.topics[name].settings if name in self._facts.topics else {}

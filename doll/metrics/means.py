@@ -18,6 +18,7 @@ class _Sums(MetricState):
     """A state of `size` sums."""
 
     size: ClassVar[int]
+    powers: ClassVar[tuple[int, ...]]  # of the samples' weights in each sum
 
     def __init__(self, sums: Iterable[Any]) -> None:
         self.sums = tuple(map(float, sums))
@@ -25,6 +26,9 @@ class _Sums(MetricState):
     def merge(self, *others: Self) -> Self:
         with np.errstate(over="ignore", invalid="ignore"):
             return type(self)(np.sum([self.sums, *(other.sums for other in others)], axis=0).tolist())
+
+    def faded(self, factor: float) -> Self:
+        return type(self)(value * factor**power for value, power in zip(self.sums, self.powers, strict=True))
 
     def encode(self) -> list[float]:
         return list(self.sums)
@@ -45,6 +49,7 @@ class Mean(_Sums):
 
     kind = "mean"
     size = 5
+    powers = (1, 1, 2, 2, 2)
 
     @classmethod
     def from_values(cls, values: Floats, weight: Floats) -> Self:
@@ -77,6 +82,7 @@ class NormalizedEntropy(_Sums):
 
     kind = "normalized_entropy"
     size = 6
+    powers = (*Mean.powers, 1)
 
     def _entropy(self) -> float:
         p = _ratio(self.sums[5], self.sums[0])
@@ -94,6 +100,7 @@ class Calibration(_Sums):
 
     kind = "calibration"
     size = 6
+    powers = (1, 1, 1, 2, 2, 2)
 
     def compute(self) -> float:
         return _ratio(self.sums[1], self.sums[2])

@@ -87,6 +87,16 @@ class _Ranking(MetricState):
         most, invalid = max(table.max_scores for table in tables), sum(table.invalid for table in tables)
         return type(self)(_Table(keys, positive, negative, shift, most, squares, invalid).grouped())
 
+    def faded(self, factor: float) -> Self:
+        table = self._table
+        squares = (table.squares[0] * factor**2, table.squares[1] * factor**2)
+        return type(self)(
+            table._replace(
+                positive=table.positive * factor, negative=table.negative * factor, squares=squares,
+                invalid=table.invalid * factor,
+            )
+        )  # fmt: skip
+
     def in_memory(self) -> Self:
         return type(self)(self._table._replace(max_scores=MAX_SCORES_IN_MEMORY))
 

@@ -14,13 +14,14 @@ GATE_VERSION: Final = "gate_version"  # version of the evaluator's newest verdic
 GATE_PASSED: Final = "gate_passed"  # 1 if it has passed; `gate_passed_<check>`: one of the checks
 MOVED_BACK: Final = "moved_back"  # version from which the gates' alias was moved back; `moved_back_to`: that before
 MOVED_BACK_TO: Final = "moved_back_to"
-DRIFT: Final = "drift"  # 1: a metric has become worse; `drift_<fact>_<metric>`: before, after, since, version
+DRIFT: Final = "drift"  # 1: a change; `drift_<fact>_<metric>`: before, after, since, version, index
 
 TERM: Final = "term"  # the term of the parameter server whose model was measured
 VERSION: Final = "version"
 LOSS: Final = "loss"  # held-out loss
 OF_EVALUATIONS: Final = frozenset({TERM, VERSION, LOSS, "evaluate_s", "prequential_loss"})
 PREQUENTIAL_WINDOW: Final = "prequential_window_"
+PREQUENTIAL_FADING: Final = "prequential_fading_"
 HELD_OUT_RECORDS: Final = "held_out_records_"
 """The values of a version that the evaluator sends in addition to the task's own metrics, and the prefixes of further
 ones."""

@@ -20,13 +20,14 @@ import msgspec
 import numpy as np
 
 from doll.config import HistorySource, JobConfig
-from doll.errors import ConfigError, DataLossError
+from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
 from doll.extras import lacking
 from doll.kafka import topics
 from doll.kafka.group_stream import AbandonedError, Output, TopicFeed, TransactionalWriter
 from doll.kafka.joined_topics import check_topic
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.samples_topic import SampleLog, at_time
+from doll.kafka.worker_offsets import count_unlearned
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat
 from doll.producers import handover
@@ -46,6 +47,7 @@ _COMMIT_S: Final = 0.5  # interval of transactions while rows are sent
 _TOPIC_COMMIT_S: Final = 0.1
 _REPORT_S: Final = 1.0
 _TRIM_S: Final = 30.0
+_BACKLOG_S: Final = 5.0  # interval of looking how far the workers are
 _LOOP_S: Final = 300.0  # limit for one row group, which may come from afar
 _MOST_MESSAGES: Final = 5_000
 _NEWEST: Final = 64  # states at the end of their partition that are searched first
@@ -128,7 +130,7 @@ class _Sending:
         if self._snapshot.topic_id != self._topic.topic_id:
             raise ConfigError(f"source.topic: topic {self._topic.name} was deleted and created again")
         self._kept, self._kept_at = self._state, 0
-        self._committed_s = self._reported_s = self._trimmed_s = time.monotonic()
+        self._committed_s = self._reported_s = self._trimmed_s = self._backlog_due_s = time.monotonic()
         self._reported, self._said = self._sent, -1
         if known is None:
             self._writer.write([Output(self._own, SNAPSHOT, handover.encode(self._snapshot))])
@@ -214,6 +216,34 @@ class _Sending:
             )
             self._state = msgspec.structs.replace(self._state, rows=row + len(block))
             self._tick(_COMMIT_S)
+            self._wait_for_workers()
+
+    def _wait_for_workers(self) -> None:
+        """Wait while the workers are too far behind. The table does not run away."""
+        limit = self._source.max_unlearned
+        if limit is None or time.monotonic() < self._backlog_due_s:
+            return
+        is_late, unlearned = False, self._count_unlearned()
+        while unlearned > (0.9 if is_late else 1.0) * limit and self._goes_on():
+            if not is_late:
+                self._commit()
+                log.info("history_waits", unlearned=unlearned, limit=limit, hint="source.max_unlearned")
+            is_late = True
+            self._heartbeat.set_waiting_for(f"workers: {unlearned} records are not learned yet")
+            self._stopped.wait(_REPORT_S)
+            self._tick(_COMMIT_S)
+            unlearned = self._count_unlearned()
+        if is_late:
+            self._heartbeat.set_waiting_for("")
+        self._backlog_due_s = time.monotonic() + _BACKLOG_S
+
+    def _count_unlearned(self) -> int:
+        """Return how many records are not learned; 0 if Kafka does not say, because the audit finds what is lost."""
+        try:
+            return count_unlearned(self._config, self._services)
+        except ServiceUnavailableError as exc:
+            log.warning("workers_not_seen", reason=str(exc))
+            return 0
 
     # --- the topic ----------------------------------------------------------------------------------------------------
 

@@ -176,7 +176,10 @@ class MarketPlan(KeptState):
         self._evaluations = len(versions)
         rng = np.random.default_rng(len(versions))
         samples = np.asarray(versions) * samples_per_update
-        self.planner = re_estimated(self.planner, samples, errors, settings.target_error, rng)
+        self.planner = re_estimated(
+            self.planner, samples, errors, settings.target_error, rng,
+            changed_at=observed.drifted_version * samples_per_update,
+        )  # fmt: skip
 
     def observe_spot(
         self, observed: Observed, instances: Sequence[Instance], ready: Collection[str], pools: Sequence[str],

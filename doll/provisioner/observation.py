@@ -185,11 +185,11 @@ class Observed(KeptState):
 
     KEPT: ClassVar = {
         "slots": list[_Slot], "last_seen_s": float, "version": int, "batches_done": int, "finished": str,
-        "generation_s": float, "evaluations": list[tuple[int, float, float | None]],
+        "generation_s": float, "evaluations": list[tuple[int, float, float | None]], "drifted_version": int,
         "service": tuple[int, float], "spot": KeptState, "streams": KeptState, "read": KeptState, "boots": KeptState,
         "losses": KeptState,
     }  # fmt: skip
-    LATER: ClassVar = ("generation_s", "boots", "losses", "streams")
+    LATER: ClassVar = ("generation_s", "boots", "losses", "streams", "drifted_version")
 
     def __init__(
         self, prior_rates_per_s: npt.ArrayLike, *, samples_per_record: float = 1.0, prior_alpha: float = 0.9,
@@ -211,6 +211,7 @@ class Observed(KeptState):
         self.finished: str | None = None  # why the job has ended
         self.loss = math.nan
         self.evaluations: list[tuple[int, float, float | None]] = []  # version, loss, accuracy of the valid evaluations
+        self.drifted_version = 0  # version at which the stream last changed; 0: it has not
         self.keeps_losses = keeps_losses
         self.losses = LossHistory()
         # Slots without a worker by scale-in: others serve their streams, shape (N,).
@@ -258,6 +259,9 @@ class Observed(KeptState):
             case records.Evaluated():
                 if record.term >= self.generation and (record.term >= self.term or record.version <= self.version):
                     self.evaluations.append((record.version, record.loss, record.accuracy))
+            case records.Drifted():
+                if record.term >= self.generation and record.version <= self.version:
+                    self.drifted_version = max(self.drifted_version, record.since)
             case records.TermStarted() | records.Update() | records.Finished():
                 self._lineage_changed(record, self._lineage.feed(record), at_s)
             case records.ProvisionDecision():
@@ -346,6 +350,7 @@ class Observed(KeptState):
             for slot in self._slots:
                 slot.served, slot.served_s = (), -math.inf
             self.generation_s, self.loss, self.evaluations = record.time_s, math.nan, []
+            self.drifted_version = 0
             self.losses.clear()
             self.status = None
             if self.last_decision is not None and self.last_decision.time_s < record.time_s:
@@ -353,6 +358,7 @@ class Observed(KeptState):
         self.finished = None
         self.version, self.batches_done = max(0, record.resumed_version), max(0, record.resumed_batches)
         self.evaluations = [evaluation for evaluation in self.evaluations if evaluation[0] <= record.kept_version]
+        self.drifted_version = min(self.drifted_version, record.kept_version)
         self.losses.cut(record.kept_version)
         for slot in self._slots:
             slot.shared_losses = [] if is_new_run else [at for at in slot.shared_losses if at[0] <= record.kept_version]

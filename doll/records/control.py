@@ -206,12 +206,13 @@ class SourceEnded(ControlRecord, frozen=True):
     ends: tuple[int, ...]  # for each partition, one above its last offset at that time
 
 
-class Drifted(ControlRecord, frozen=True):
+class Drifted(ControlRecord, frozen=True, omit_defaults=True):
     """A metric of the updates has become worse because the stream has changed, noticed at update `version`."""
 
     term: int  # of the server that made this update
     version: int
     metric: str
+    since: int = 0  # the version at which the metric most likely changed
 
 
 class Evaluated(ControlRecord, frozen=True, omit_defaults=True):

@@ -7,7 +7,10 @@ can end the server.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
+import hashlib
+import itertools
 import random
 import time
 import uuid
@@ -39,6 +42,7 @@ from doll.serving.tensors import Features, Signature
 from doll.task import trees
 from doll.task.base import Task, described
 from doll.telemetry import get_logger
+from doll.theory.off_policy import probabilities_of
 
 log = get_logger(__name__)
 
@@ -96,17 +100,18 @@ class ServeApp:
         answers: log of the answers. None: answers are not logged.
         shadow: computes each request with another version too, for the log. None: there is none.
         access: checks which clients may send requests.
+        split_by: header whose value decides which of several versions answers; "": each request is drawn.
     """
 
     def __init__(
         self, task: Task, signature: Signature, lanes: Sequence[Lane], batcher: Batcher, metrics: ServeMetrics, *,
         name: str, newest_samples: Callable[[], int], max_body_bytes: int, time_limit_s: float,
-        access: ServerAccess, answers: AnswerLog | None = None, shadow: Shadow | None = None,
+        access: ServerAccess, answers: AnswerLog | None = None, shadow: Shadow | None = None, split_by: str = "",
     ) -> None:  # fmt: skip
         self._task = task
         self._signature = signature
         self._lanes = lanes
-        self._shares = [lane.share for lane in lanes]
+        self._limits = list(itertools.accumulate(lane.share for lane in lanes))
         self._answers = answers
         self._shadow = shadow
         self._batcher = batcher
@@ -116,6 +121,8 @@ class ServeApp:
         self._max_body_bytes = max_body_bytes
         self._time_limit_s = time_limit_s
         self._access = access
+        self._split_by = split_by.lower().encode()
+        self._rng = np.random.default_rng()
         self._held_bytes = 0  # bytes of the bodies of all requests
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         self._routes = [
@@ -223,7 +230,7 @@ class ServeApp:
         log_of_answers = self._answers
         assert log_of_answers is not None
         named = request.path_params.get("version") is not None or len(self._lanes) == 1
-        probability = 1.0 if named else lane.share / sum(self._shares)
+        probability = 1.0 if named else lane.share / self._limits[-1]
         log_of_answers.write(request_id, answer.version, content, records, probability=probability)
         if (shadow := self._shadow) is not None:
             request.after = lambda: shadow.send(
@@ -244,9 +251,19 @@ class ServeApp:
     def _predicted(self, answer: Answer) -> Mapping[str, Any]:
         output = trees.tree_of(answer.structure, [torch.from_numpy(leaf) for leaf in answer.leaves])
         try:
-            return self._task.predict(output)
+            return {**self._task.predict(output), **self._choice(output)}
         except Exception as exc:  # the user's code may raise anything
             raise SampleError(f"the task does not predict from this output: {described(exc)}") from exc
+
+    def _choice(self, output: Any) -> Mapping[str, Any]:
+        """Draw an action for each sample, if the answers are choices."""
+        if (chosen := self._task.choose(output)) is None:
+            return {}
+        probabilities = probabilities_of(chosen)
+        # The first action at which the sum is above the number that was drawn.
+        sums = probabilities.cumsum(axis=1)
+        actions = (sums <= self._rng.random((len(sums), 1)) * sums[:, -1:]).sum(axis=1)
+        return {"action": actions, "probability": probabilities[np.arange(len(actions)), actions]}
 
     async def _computed(self, lane: Lane, features: Features) -> Answer:
         try:
@@ -282,11 +299,18 @@ class ServeApp:
         if name not in (self._name, None):
             raise RequestError(404, f"expected the model {self._name}, got {name!r:.60}")
         if wanted is None:
-            return self._lanes[0] if len(self._lanes) == 1 else random.choices(self._lanes, self._shares)[0]
+            return self._lanes[0] if len(self._lanes) == 1 else self._drawn(request)
         for lane in self._lanes:
             if wanted == lane.wanted or (lane.place is not None and wanted == str(lane.place.version)):
                 return lane
         raise RequestError(404, f"expected one of the versions {', '.join(self._versions())}, got {wanted!r:.60}")
+
+    def _drawn(self, request: ServeRequest) -> Lane:
+        """Draw a lane by the shares. Requests with the same value of the header `split_by` get the same lane."""
+        key = request.header(self._split_by) if self._split_by else ""
+        digest = hashlib.blake2b(key.encode("latin-1"), digest_size=8, person=b"doll-split").digest()
+        drawn = int.from_bytes(digest) / 2**64 if key else random.random()
+        return self._lanes[min(bisect.bisect(self._limits, drawn * self._limits[-1]), len(self._lanes) - 1)]
 
     def _require_version(self, request: ServeRequest, lane: Lane, answer: Answer) -> None:
         """Refuse an answer whose version differs from the number in the request's path."""

@@ -86,6 +86,7 @@ class ServeOptions:
         grace_s: time to answer the remaining requests after the server is asked to end.
         log_topic: topic for the answers; "": answers are not logged.
         log_records: log each record of a request with its answer.
+        split_by: header that decides which version answers; "": each request is drawn.
         token_file: file with the token that requests must have. None: the token of the environment, if it has one.
     """
 
@@ -102,6 +103,7 @@ class ServeOptions:
     keep_alive_s: float = KEEP_ALIVE_S
     grace_s: float = 10.0
     shadow: str = ""
+    split_by: str = ""
     log_topic: str = ""
     log_records: bool = False
     token_file: Path | None = None
@@ -208,6 +210,7 @@ def serve_here(
             task, signature, users_lanes, batcher, metrics, name=options.name,
             newest_samples=lambda: loader.newest_samples, max_body_bytes=options.max_body_bytes,
             time_limit_s=options.time_limit_s, access=access, answers=answers, shadow=shadow,
+            split_by=options.split_by,
         )  # fmt: skip
         uvicorn_config = uvicorn.Config(
             app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,

@@ -237,6 +237,26 @@ class Task:
             return {"score": values, "rank": values.argsort(descending=True).argsort()}
         return {"value": values}
 
+    def choose(self, output: Any) -> Any:
+        """Optional, for a model whose answers are choices between A actions: return the probability of each action.
+
+        `doll serve` draws an action for each sample of `POST /predict` with these probabilities. The answer, and its
+        record in the log (`--log-answers`), has `action` and the `probability` with which it was drawn, so that
+        `doll versions value` can estimate what another version would have gained.
+
+        Args:
+            output: the model's output for n samples.
+
+        Returns:
+            A tensor of shape (n, A) whose rows add up to 1; None: answers are no choices.
+        """
+        return None
+
+    def action_values(self, output: Any) -> Any:
+        """Optional, with `choose`: return the reward that the model predicts for each action, a tensor of shape (n, A);
+        None: it predicts none. Used by `doll versions value`."""
+        return None
+
     def use_format(self, section: FormatSection, *, load: Callable[[str], Any], path: Callable[[Path], Path]) -> None:
         """Decode values in the format that `data.format` sets. Only a `doll.FieldsTask` can. Called when a job is
         loaded.

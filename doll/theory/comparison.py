@@ -8,11 +8,13 @@ from statistics import NormalDist, fmean, stdev
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from doll.theory.checks import Floats
 
 _BLOCK_ROWS: Final = 4  # rows that are averaged: neighbours in time are not independent
 _MIN_BLOCKS: Final = 6
+_LEAST_SHARE: Final = 1e-4  # of an empty bin
 # 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom. `t_factor` computes those for more.
 _T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -32,6 +34,17 @@ def t_quantile(level: float, freedom: int) -> float:
     z = NormalDist().inv_cdf(level)
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     return z + sum(term / float(freedom) ** power for power, term in enumerate(terms, 1))
+
+
+def stability_index(counts: npt.ArrayLike, before: npt.ArrayLike) -> float:
+    """Return the population stability index between two histograms with the same bins: the sum of (p - q) ln(p / q)
+    (Lewis, An Introduction to Credit Scoring, 1994). Above 0.2 the two are usually said to differ.
+
+    >>> round(stability_index([50, 50], [50, 50]), 3), round(stability_index([20, 80], [50, 50]), 3)
+    (0.0, 0.416)
+    """
+    p, q = (np.maximum(each / each.sum(), _LEAST_SHARE) for each in map(np.asarray, (counts, before)))
+    return float(np.sum((p - q) * np.log(p / q)))
 
 
 def standard_error(values: Sequence[float]) -> float:

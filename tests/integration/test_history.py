@@ -16,17 +16,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from confluent_kafka import Consumer, TopicPartition
 from doll.config import JobConfig, parse
 from doll.errors import ConfigError, DataLossError, DollError
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
+from doll.kafka.worker_offsets import group_of
 from doll.local.forks import ForkServer
+from doll.producers import history
 from doll.producers.history import audit_history, read_state
 from doll.producers.main import run_producer
 from doll.services import Services
 from forked_commands import Program
 from owners_topic import OwnersTopic
 from safetensors.numpy import load_file
+from structlog.testing import capture_logs
 from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.usefixtures("services")]
@@ -157,6 +161,45 @@ def test_each_row_and_each_record_is_sent_once_through_kills(
         finally:
             role.kill()
     require_each_once(config, services, owner.written)
+
+
+def test_rows_wait_for_workers_that_are_far_behind(
+    services: Services, job_name: str, clicks: OwnersTopic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_ROWS", 50)
+    monkeypatch.setattr(history, "_BACKLOG_S", 0.0)
+    monkeypatch.setattr(history, "_REPORT_S", 0.05)
+    clicks.create(2)
+    owner = Owner(clicks, tmp_path / "table")
+    owner.write(900)
+    owner.export(owner.rows())
+    config = job_of(job_name, clicks, tmp_path / "table", max_unlearned=200)
+    topics.ensure(config, services)
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool, capture_logs() as logs:
+        producer = pool.submit(run_producer, config, services, stop=stop)
+        try:
+            until(lambda: any(line["event"] == "history_waits" for line in logs), "a producer that waits")
+            assert 150 <= sent(config, services) <= 300
+            learn(config, services)
+            until(lambda: sent(config, services) >= 350, "more rows")
+            assert sent(config, services) < 900
+            while not producer.done() and sent(config, services) < 900:
+                learn(config, services)
+        finally:
+            stop.set()
+    assert producer.result() == 0
+    require_each_once(config, services, 900)
+
+
+def learn(config: JobConfig, services: Services) -> None:
+    """Commit, as a worker does, what the samples topic has."""
+    topic = config.topic("samples")
+    with RangeReader(config, services) as reader:
+        ends = [reader.bounds(topic, number)[1] for number in range(config.data.num_partitions)]
+    consumer = Consumer({"bootstrap.servers": services.kafka, "group.id": group_of(config.job, 1)})
+    consumer.commit(offsets=[TopicPartition(topic, number, end) for number, end in enumerate(ends)], asynchronous=False)
+    consumer.close()
 
 
 def test_the_rows_come_in_the_order_of_their_times_and_a_second_run_sends_nothing_again(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from doll.errors import RecordError
 from doll.metrics.states import MetricState, from_bytes, merged, values_of
 
 _MAX_BYTES: Final = 64 * 2**20
+_MOST_HALVED: Final = 10  # half-lives after which an update counts no more
 _MAX_METRICS: Final = 256  # names: a hostile record must not fill the memory
 
 States = Mapping[str, MetricState]
@@ -75,6 +78,16 @@ class MetricWindow:
         first = max(0, len(self._kept) - self._window)
         return _values(_merged({}, (self._kept[at][1] for at in range(first, len(self._kept)))))
 
+    def faded(self, half_life: float) -> dict[str, float]:
+        """Return the metrics with the weight of each update halved in `half_life` updates, with their standard errors.
+        Updates whose weight is below a thousandth are left out."""
+        by_name: dict[str, list[MetricState]] = {}
+        for age, (_, states) in zip(range(_MOST_HALVED * math.ceil(half_life)), reversed(self._kept), strict=False):
+            for name, state in _decoded(states).items():
+                with suppress(NotImplementedError):
+                    by_name.setdefault(name, []).append(state.faded(0.5 ** (age / half_life)))
+        return _values(_merged_states(by_name))
+
 
 def split_metrics(metrics: Mapping[str, float | bytes]) -> tuple[dict[str, float], dict[str, bytes]]:
     """Return the means and the encoded states of an update."""
@@ -107,6 +120,10 @@ def _merged(earlier: States, encoded: Iterable[Mapping[str, bytes]]) -> States:
     for states in (earlier, *map(_decoded, encoded)):
         for name, state in states.items():
             by_name.setdefault(name, []).append(state)
+    return _merged_states(by_name)
+
+
+def _merged_states(by_name: Mapping[str, Sequence[MetricState]]) -> States:
     result = {}
     for name, of_name in by_name.items():
         try:

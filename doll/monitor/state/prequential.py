@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from doll.monitor.state.metric_window import MetricWindow
 from doll.theory.divergence import Divergence
 
@@ -105,6 +107,25 @@ class Prequential:
         """Return the means over the samples of the last `window` updates."""
         means = self._since(max(0, len(self._versions) - 1 - self.window))
         return means._replace(metrics=means.metrics | self._states.windowed())
+
+    def faded(self, half_life: float) -> Means:
+        """Return the means with the weight of each update halved in `half_life` updates.
+
+        Source: fading factors, Gama, Sebastião and Rodrigues, On evaluating stream learning algorithms, 2013.
+        """
+        first = max(0, len(self._versions) - 1 - 10 * math.ceil(half_life))
+        weights = 0.5 ** (np.arange(len(self._versions) - 2 - first, -1, -1.0) / half_life)
+
+        def total(sums: array[float] | array[int]) -> float:
+            values = np.array(sums[first:], dtype=np.float64)
+            values[: int(np.argmax(~np.isnan(values)))] = 0.0  # before the first value of a metric
+            return float(weights @ np.diff(values))
+
+        samples, weight = self._samples[-1] - self._samples[first], total(self._weight)
+        if weight == 0:
+            return Means(samples, math.nan, {})
+        known = {name: total(sums) / weight for name, sums in self._metrics.items() if not math.isnan(sums[-1])}
+        return Means(samples, total(self._loss) / weight, known | self._states.faded(half_life))
 
     def _since(self, point: int | None) -> Means:
         """Return the means since an index. None: since the beginning of the run."""

@@ -348,16 +348,22 @@ class ProgressModel:
             self.on_event("alias", f"version {values.get(names.GATE_VERSION, math.nan):.0f} has passed its gates")
 
     def _drifted(self, values: Mapping[str, float]) -> None:
-        prefix = f"{names.DRIFT}_after_"
+        prefix = f"{names.DRIFT}_version_"
         metric = next((name.removeprefix(prefix) for name in values if name.startswith(prefix)), "")
-        before, after, since, version = (
-            values.get(f"{names.DRIFT}_{fact}_{metric}", math.nan) for fact in ("before", "after", "since", "version")
+        before, after, since, version, index = (
+            values.get(f"{names.DRIFT}_{fact}_{metric}", math.nan)
+            for fact in ("before", "after", "since", "version", "index")
         )
         if (metric, version) in self._drifts:  # from an evaluator that was started again
             return
         self._drifts.add((metric, version))
+        change = f"went from {before:.4g} to {after:.4g}"
+        if index > 0:
+            change = (
+                f"has another distribution (stability index {index:.2g}, mean {before:.4g} before, {after:.4g} now)"
+            )
         where = f"between versions {since:,.0f} and {version:,.0f}"
-        self.add_event(f"drift: {metric} went from {before:.4g} to {after:.4g} {where}", None, "drift")
+        self.add_event(f"drift: {metric} {change} {where}", None, "drift")
 
     def _evaluated(self, record: Metric) -> None:
         values = record.values
@@ -371,7 +377,9 @@ class ProgressModel:
                     name: value
                     for name, value in values.items()
                     if name not in names.OF_EVALUATIONS
-                    and not name.startswith((names.PREQUENTIAL_WINDOW, names.HELD_OUT_RECORDS))
+                    and not name.startswith(
+                        (names.PREQUENTIAL_WINDOW, names.PREQUENTIAL_FADING, names.HELD_OUT_RECORDS)
+                    )
                 },
             )
 

@@ -231,6 +231,7 @@ def re_estimated(
     target_error: float,
     rng: np.random.Generator,
     *,
+    changed_at: float = 0.0,
     most: float = 2.0,
 ) -> PlannerSettings:
     """Return the settings with the work estimated from the run's error curve; unchanged if the curve is too short.
@@ -239,27 +240,42 @@ def re_estimated(
     needed later. If the upper end is infinite, the point estimate is used. One call changes the work by at most the
     factor `most`. The curve is a function of updates, or of batches if the updates differ in size.
 
+    After a change of the stream the errors lie on another curve. Until enough of it is known, the model counts as set
+    back on the old one, to where its error was the newest error.
+
     Args:
         samples: samples in the model at each held-out evaluation, ascending, shape (m,).
         errors: held-out error of each evaluation, above 0, shape (m,); `target_error` is ε in the same measure.
+        changed_at: samples in the model when the stream changed last; 0: it has not changed.
 
     Raises:
         ValueError: an error is not above 0, or the samples are not ascending.
     """
     step = settings.samples_per_update or settings.batch_size
     at, measured = np.asarray(samples, dtype=np.float64) / step, np.asarray(errors, dtype=np.float64)
-    before = settings.samples / step
-    reached = first_crossing(at, measured, target_error)
+    before, since = settings.samples / step, int(np.searchsorted(samples, changed_at)) if changed_at else 0
+    reached = first_crossing(at[since:], measured[since:], target_error)
     if reached is not None:
         return replace(settings, samples=max(reached, 1.0) * step)
-    if len(at) < MIN_EVALUATIONS or measured[-1] > MIN_FALL * measured[0]:
+    parts = slice(since, None), slice(since)
+    curve = next((part for part in parts if _tells_its_end(measured[part])), None)
+    if curve is None or since == len(at):
         return settings
     try:
-        needed = fit_tail(at, measured, rng, replicas=100).updates_to(target_error)
+        begin = float(at[since]) if curve is parts[0] and since else 0.0
+        fit = fit_tail(at[curve] - begin, measured[curve], rng, replicas=100)
+        needed = fit.updates_to(target_error)
+        wanted = begin + (needed.high if math.isfinite(needed.high) else needed.point)
+        if curve is not parts[0]:
+            # The median of the newest errors, but none from before the change.
+            wanted += float(at[-1]) - fit.curve.updates_to(float(np.median(measured[since:][-3:])))
     except InfeasiblePlanError:
         # The fitted floor is above the target: more work than planned, by an unknown amount.
         return replace(settings, samples=settings.samples * most)
-    wanted = needed.high if math.isfinite(needed.high) else needed.point
     bounded = min(max(wanted, before / most), before * most)
     # The last evaluation is above the target, so the work ends after it.
     return replace(settings, samples=max(bounded, float(at[-1]) + 1) * step)
+
+
+def _tells_its_end(errors: npt.NDArray[np.float64]) -> bool:
+    return len(errors) >= MIN_EVALUATIONS and bool(errors[-1] <= MIN_FALL * errors[0])

@@ -798,7 +798,9 @@ class Engine(EngineState):
     def _on_drifted(self, event: Drifted) -> None:
         """React to a change of the stream. An evaluator that was started again reports earlier changes once more."""
         reaction = self.settings.drift_reaction
-        if reaction is None or event.term > self.term or event.version > self.version:
+        if reaction is None:
+            return
+        if event.term > self.term or event.version > self.version:
             self.counters["refused_drifted"] += 1
             return
         until = event.version + reaction.updates

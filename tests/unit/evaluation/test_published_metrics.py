@@ -88,15 +88,13 @@ def test_a_held_out_metric_is_sent_for_the_rule_that_names_it(
     assert (values.values["auc"], values.values["auc_stderr"]) == (0.25, 0.1)
 
 
-@pytest.mark.parametrize(("section", "kinds"), [("{}", ["Metric"]), ("{react: {}}", ["Metric", "Drifted"])])
-def test_the_server_hears_of_a_drift_only_if_it_is_to_react(section: str, kinds: list[str]) -> None:
-    config = parse(JOB % (NONE, "updates: 9"), [f"drift={section}"])
+def test_a_drift_goes_to_page_server_and_provisioner() -> None:
+    config = parse(JOB % (NONE, "updates: 9"), ["drift={}"])
     drift = Drift(
         metric="loss", detector="adwin", before=0.2, after=0.4, since=7, version=9, time_s=3.0, offsets=((0, 8, 24),),
         term=2,
     )  # fmt: skip
     sent = Sent()
     _publish_drifts(config, [drift], cast(Publisher, sent))
-    assert [type(record).__name__ for record in sent.records] == kinds
-    if len(kinds) > 1:
-        assert sent.records[1] == Drifted(term=2, version=9, metric="loss")
+    assert [type(record).__name__ for record in sent.records] == ["Metric", "Drifted"]
+    assert sent.records[1] == Drifted(term=2, version=9, metric="loss", since=7)

@@ -105,6 +105,18 @@ def test_the_metric_is_that_of_all_samples(name: str, workers: int) -> None:
         assert state.error_bound() == 0
 
 
+@pytest.mark.parametrize("name", [name for name in MAKE if "weight" in name or name in ("calibration", "rmse")])
+def test_a_state_that_fades_is_that_of_smaller_weights(name: str) -> None:
+    make, expected = MAKE[name]
+    data = Data(1)
+    old, new = np.arange(0, 400), np.arange(400, 700)
+    faded = merged([make(data, old).faded(0.25), make(data, new)])
+    data.w[old] *= 0.25
+    assert faded.compute() == pytest.approx(expected(data), rel=1e-9)
+    direct = merged([make(data, old), make(data, new)])
+    assert faded.stderr() == pytest.approx(direct.stderr(), rel=1e-9, nan_ok=True)
+
+
 @pytest.mark.parametrize("workers", [1, 7])
 @pytest.mark.parametrize("k", [None, 3])
 def test_ndcg_is_the_mean_over_groups(workers: int, k: int | None) -> None:

@@ -15,7 +15,7 @@ from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.lease import Lease
 from doll.provisioner.planning import planner
 from doll.provisioner.planning.planner import slot_ranges
-from doll.records.control import Evaluated, decode, encode
+from doll.records.control import Drifted, Evaluated, decode, encode
 from doll.storage.file_checkpoints import FileCheckpointStore
 from job_world import ON_DEMAND, SPOT, settings
 
@@ -308,6 +308,31 @@ def test_the_work_is_estimated_anew_from_the_jobs_own_errors() -> None:
     assert 58 <= decision.target_updates <= 65, "0.9 * 0.95^J + 0.01 = 0.05 at J = 60.7"
     scene.controller = scene.successor()
     assert scene.steps(1).target_updates == decision.target_updates, "a successor knows it too"
+
+
+@pytest.mark.parametrize(("told", "updates", "markets"), [(False, 50, {"spot"}), (True, 76, {"on_demand"})])
+def test_after_a_drift_there_is_more_work_and_the_deadline_is_kept(
+    told: bool, updates: float, markets: set[str]
+) -> None:
+    """The model is nearly at its target when the stream changes; without the evaluator's word the old curve counts."""
+    scene = Scene(settings(updates=100.0, target_error=0.05, deadline_s=225.0))
+    scene.steps(12)
+    observed = scene.controller.observed
+    reached = observed.version
+
+    def measure(version: int, error: float) -> None:
+        observed.feed(Evaluated(term=1, version=version, loss=1.0, accuracy=1 - error), scene.clock())
+
+    for version in range(1, reached + 1):
+        measure(version, 0.9 * 0.92**version + 0.01)
+    before = scene.steps(2)
+    assert (before.target_updates, set(before.markets)) == (50, {"spot"})
+    if told:
+        observed.feed(Drifted(term=1, version=observed.version, metric="loss", since=reached + 1), scene.clock())
+    for version in range(reached + 1, reached + 5):
+        measure(version, 0.8)
+    after = scene.steps(2)
+    assert (after.target_updates, set(after.markets)) == (updates, markets)
 
 
 def test_the_work_is_estimated_anew_also_where_updates_differ() -> None:

@@ -14,6 +14,7 @@ from doll.provisioner.observation import Observed
 from doll.records.control import (
     Alive,
     AnyRecord,
+    Drifted,
     Evaluated,
     Finished,
     Join,
@@ -117,10 +118,12 @@ def test_progress_goes_back_with_a_server_that_did() -> None:
     feed(model, TermStarted(term=1, resumed_version=0, origins=(), records_per_batch=1, time_s=T0))
     feed(model, *(update(version) for version in range(1, 11)))
     feed(model, Evaluated(term=1, version=4, loss=0.9, accuracy=0.5), Evaluated(term=1, version=10, loss=0.5))
+    feed(model, Drifted(term=1, version=9, metric="loss", since=8), Drifted(term=1, version=5, metric="loss", since=2))
     assert (model.version, model.batches_done, model.batches_per_update) == (10, 30, 3.0)
+    assert model.drifted_version == 8
     resumed = TermStarted(term=2, resumed_version=6, resumed_batches=18, origins=(), records_per_batch=1, time_s=T0)
     feed(model, resumed)
-    assert (model.version, model.batches_done) == (6, 18)
+    assert (model.version, model.batches_done, model.drifted_version) == (6, 18, 6)
     assert model.errors("loss") == ([4], [0.9])
     feed(model, update(11, term=1))
     assert model.version == 6, "the old server's updates are void"
@@ -284,6 +287,7 @@ def test_a_restart_forgets_nothing() -> None:
     model = observed(heartbeat_timeout_s=30.0)
     feed(model, TermStarted(term=1, resumed_version=0, origins=(), records_per_batch=1, time_s=T0))
     feed(model, welcome(0, 3, session=100), update(4), Evaluated(term=1, version=3, loss=0.9, accuracy=0.1))
+    feed(model, Drifted(term=1, version=4, metric="loss", since=3))
     feed(model, Alive(worker=0, session=100, next_offset=10), at_s=T0 + 1)
     feed(model, Alive(worker=0, session=100, next_offset=90), at_s=T0 + 2)
     model.observe_ends(T0, [0, 0])
@@ -295,7 +299,7 @@ def test_a_restart_forgets_nothing() -> None:
     assert again.holder(0) == model.holder(0)
     assert again.holder(1) is None
     assert again.batches_done == model.batches_done == 12
-    assert (again.version, again.term, again.errors("loss")) == (4, 1, ([3], [0.9]))
+    assert (again.version, again.term, again.errors("loss"), again.drifted_version) == (4, 1, ([3], [0.9]), 3)
     assert again.rates_per_s().tolist() == model.rates_per_s().tolist()
     assert again.spot.alpha() == model.spot.alpha()
     with pytest.raises(ValueError, match="expected 3 slots, got 2"):
@@ -312,6 +316,8 @@ def test_a_new_generation_begins_at_nothing() -> None:
     assert (model.version, model.finished) == (2, "updates: 2 reached")
     feed(model, TermStarted(term=2, resumed_version=0, origins=(0, 0), records_per_batch=1, time_s=2.0, generation=2))
     assert (model.version, model.finished, model.last_decision, model.evaluations) == (0, None, None, [])
+    feed(model, Drifted(term=1, version=0, metric="loss", since=2))
+    assert model.drifted_version == 0, "of the generation before"
     assert math.isnan(model.loss)
     feed(model, Evaluated(term=1, version=0, loss=0.2))
     assert model.evaluations == []

@@ -87,7 +87,7 @@ def test_without_the_setting_nothing_changes_and_workers_that_make_steps_are_ref
     run.drifted(run.server.engine.version)
     run.play(2)
     assert set(run.factors.values()) == {1.0}
-    assert run.server.engine.counters["refused_drifted"] == 1
+    assert "refused_drifted" not in run.server.engine.counters, "the record is for the provisioner"
     run.close()
     with pytest.raises(ConfigError, match=r"drift\.react: expected a policy whose workers send gradients"):
         parse(JOB.replace("name: doll, group_size: 2", "name: ssp"), (REACT,))

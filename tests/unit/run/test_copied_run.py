@@ -45,6 +45,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int]] = {
     "versions show": (("latest",), 0),
     "versions diff": (("3", "latest"), 0),
     "versions compare": (("3", "latest"), GONE),
+    "versions value": (("--version", "3", "--reward", "clicked"), GONE),
     "versions alias": (("stable", "3"), 0),
     "versions freeze": (("stable",), 0),
     "versions pin": (("latest",), 0),

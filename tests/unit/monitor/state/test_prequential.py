@@ -3,7 +3,10 @@
 import math
 import tracemalloc
 
+import numpy as np
 import pytest
+from doll.metrics.means import mean
+from doll.metrics.states import to_bytes
 from doll.monitor.state.prequential import Prequential
 
 
@@ -92,3 +95,28 @@ def test_a_long_job_takes_few_bytes_an_update(monkeypatch: pytest.MonkeyPatch) -
     assert error.running() == (8 * 29_999, 1.0, {"accuracy": 0.5})
     error.rollback(29_000)
     assert error.windowed() == (8 * 50, 1.0, {"accuracy": 0.5})
+
+
+def test_metrics_fade_with_each_update() -> None:
+    error = Prequential()
+    updates = [(1, 10, 4.0, {}), (2, 30, 2.0, {"accuracy": 0.5}), (3, 0, math.nan, {}), (4, 10, 1.0, {"accuracy": 0.9})]
+    for version, samples, loss, values in updates:
+        state = {"mean": to_bytes(mean(np.full(samples, loss)))} if samples else {}
+        error.add(version, samples, loss, values, states=state)
+    weights = [10 * 0.5 ** (3 / 2), 30 * 0.5, 0.0, 10.0]
+    faded = error.faded(2.0)
+    assert faded.loss == pytest.approx((4 * weights[0] + 2 * weights[1] + weights[3]) / sum(weights))
+    assert faded.metrics["accuracy"] == pytest.approx((0.5 * weights[1] + 0.9 * weights[3]) / sum(weights))
+    assert faded.metrics["mean"] == pytest.approx(faded.loss)
+    error.add(5, 1000, 100.0)
+    error.rollback(4)
+    assert error.faded(2.0) == faded
+    assert error.faded(1e4).loss == pytest.approx(error.running().loss, rel=1e-3)
+    assert math.isnan(Prequential().faded(2.0).loss)
+
+
+def test_a_loss_that_is_not_finite_does_not_fade() -> None:
+    error = Prequential()
+    error.add(1, 10, math.nan)
+    error.add(2, 10, 1.0)
+    assert math.isnan(error.faded(1.0).loss)
