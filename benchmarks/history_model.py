@@ -35,7 +35,7 @@ _ROWS_IN_FILE: Final = 2_000_000
 _AT_ONCE: Final = 1_000_000
 _OVERLAP_S: Final = 60
 _IN_BOTH: Final = 20_000  # rows of the table that the topic has too
-_BEFORE_S: Final = 180.0  # for writing the table, which ends with the time at which the topic begins
+_BEFORE_S: Final = (20.0, 4e-6)  # for writing the table, and for each row: it ends when the topic begins
 
 
 def job_of(folder: Path, topic: str, address: str, total: int) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     total = options.rows + options.records
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        end_s = time.time() + _BEFORE_S
+        end_s = time.time() + _BEFORE_S[0] + _BEFORE_S[1] * options.rows
         begin_ms = round(1000 * end_s) - options.rows
         write_table(folder / "table", options.rows, begin_ms)
         owner = parse(json.dumps({"job": "owner", "task": {"class": "a:B"}, "data": {"workers": PARTITIONS}}))

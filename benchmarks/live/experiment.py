@@ -186,7 +186,9 @@ def up(job: Path | str, folder: Path, changes: Sequence[str] = (), *words: str, 
 
 
 def mean_sd(values: Sequence[float], digits: int) -> str:
-    """Mean and, where there are several values, ± their sample standard deviation."""
+    """Mean and, where there are several values, ± their sample standard deviation; infinity: a goal was not reached."""
+    if missed := sum(map(math.isinf, values)):
+        return "not reached" + (f" by {missed} of {len(values)}" if len(values) > 1 else "")
     mean = statistics.fmean(values) if values else math.nan
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{mean:.{digits}f}{spread}"
