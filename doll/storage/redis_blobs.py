@@ -4,14 +4,19 @@ Redis is a cache here: after a restart its content is lost, and readers get None
 array to the socket, and from the socket to an array, without an intermediate copy. redis-py's default packer copies
 them (4.8 MB over loopback: 1.4 ms without the copy, 11 ms with it), and so do its parsers (CPU: 0.7 ms without, 2.5 ms
 with).
+
+Redis refuses values above 512 MB, and answers nobody else while it receives one. A blob of more than `SECTION_BYTES` is
+therefore stored in sections, under its key with `#` and a number. An index under the key itself is written last, so a
+reader gets all sections or None.
 """
 
 from __future__ import annotations
 
 import contextlib
+import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
@@ -38,6 +43,11 @@ _RECENT_CALLS: Final = 8
 SOON_S: Final = 2.0  # an announced blob that is missing after this time is lost; 0.9 MB arrive in time at 4 Mbit/s
 _WAITING: Final = "waiting until it is back"
 _WHERE_FULL: Final = "raise its maxmemory, or lower blobs.ttl_s or blobs.keep_versions"
+SECTION_BYTES: Final = 64 * 2**20
+_MAX_VALUE_BYTES: Final = 512 * 2**20
+_INDEX: Final = struct.Struct("<4sIQ")  # magic, number of sections, bytes of the blob
+_INDEX_MAGIC: Final = b"DLBS"
+_MOST_NOTED: Final = 1_000
 _AGAIN_S: Final = 0.005  # wait between two requests, in addition to the round trip
 
 
@@ -55,11 +65,14 @@ class RedisBlobs:
         *,
         give_up: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], object] = time.sleep,
+        section_bytes: int = SECTION_BYTES,
     ) -> None:
         self._client = client
         self._client.set_retry(Retry(NoBackoff(), 0))  # only our own loop retries, because it logs and can be ended
         self._give_up = give_up
         self._sleep = sleep
+        self._section_bytes = section_bytes
+        self._num_sections: dict[str, int] = {}
         self._unreachable = False
         # Kept between calls, because taking one from the pool and returning it costs as much as the call. Connections
         # that have sent values send the next ones: TCP's window in a direction grows with the data sent.
@@ -78,14 +91,24 @@ class RedisBlobs:
         self._prefetched.pop(key, None)
         size = sum(map(len, parts))
         if size > MAX_BLOB_BYTES:
-            raise BlobError(
-                f"{key}: expected at most {MAX_BLOB_BYTES} bytes (Redis takes no more in one value), got {size}"
-            )
-        name = key.encode()
+            raise BlobError(f"{key}: expected at most {MAX_BLOB_BYTES} bytes, got {size}")
+        if size > self._section_bytes:
+            count = 0
+            for count, section in enumerate(_sections(parts, self._section_bytes), 1):
+                self._set(section_key(key, count - 1), section, ttl_s, size)
+            self._note_sections(key, count)
+            parts = [_INDEX.pack(_INDEX_MAGIC, count, size)]
+        self._set(key, parts, ttl_s, size)
+
+    def _set(self, key: str, parts: Sequence[Buffer], ttl_s: float, blob_bytes: int) -> None:
+        """Store one value of a blob of `blob_bytes`."""
+        name, size = key.encode(), sum(map(len, parts))
         ttl_ms = b"%d" % max(1, round(ttl_s * 1000))
         head = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size)
         tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl_ms), ttl_ms)
-        self._wait_for(lambda: self._call([head, *parts, tail], lambda link: link.read_response(), self._writers), size)
+        self._wait_for(
+            lambda: self._call([head, *parts, tail], lambda link: link.read_response(), self._writers), blob_bytes
+        )
 
     def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
         self.settle()
@@ -104,9 +127,33 @@ class RedisBlobs:
         """Return None: data for Redis are always copied into a socket."""
 
     def get(self, key: str) -> Buffer | None:
-        if (value := self._prefetched.pop(key, None)) is not None:
+        if (value := self._prefetched.pop(key, None)) is None:
+            value = self._read(key)
+        if value is None or len(value) != _INDEX.size or bytes(value[:4]) != _INDEX_MAGIC:
             return value
+        _, count, size = _INDEX.unpack(value)
+        if size > MAX_BLOB_BYTES or count > size:
+            return None
+        self._note_sections(key, count)
+        # Not a bytearray: that would be filled with zeros first.
+        whole, at = np.empty(size, np.uint8).data, 0
+        for number in range(count):
+            section = self._read(section_key(key, number))
+            if section is None or at + len(section) > size:
+                return None  # it has expired meanwhile, or another blob replaces this one
+            whole[at : at + len(section)] = section
+            at += len(section)
+        return whole if at == size else None
+
+    def _read(self, key: str) -> memoryview | None:
         return self._wait_for(lambda: self._call([_get_command(key)], lambda link: _read_value(link)[0], self._readers))
+
+    def _note_sections(self, key: str, count: int) -> None:
+        """Remember that a blob has sections, for `delete`. What is forgotten expires."""
+        self._num_sections[key] = count
+        if len(self._num_sections) > _MOST_NOTED:
+            with contextlib.suppress(StopIteration, KeyError, RuntimeError):  # other threads change it too
+                del self._num_sections[next(iter(self._num_sections))]
 
     def get_soon(self, key: str) -> Buffer | None:
         value = self.get(key)
@@ -138,8 +185,11 @@ class RedisBlobs:
         """Delete `keys`; Redis frees the memory in its background thread."""
         for key in keys:
             self._prefetched.pop(key, None)
-        if keys:
-            self._wait_for(lambda: self._client.unlink(*keys))
+        names = [*keys]
+        for key in keys:
+            names += [section_key(key, number) for number in range(self._num_sections.pop(key, 0))]
+        if names:
+            self._wait_for(lambda: self._client.unlink(*names))
 
     def close(self) -> None:
         with contextlib.suppress(ServiceUnavailableError, BlobError):  # callers that need the result call `settle`
@@ -219,6 +269,28 @@ class RedisBlobs:
                 return result
 
 
+def section_key(key: str, number: int) -> str:
+    """Return the key of a section of the blob `key`."""
+    return f"{key}#{number}"
+
+
+def _sections(parts: Sequence[Buffer], size: int) -> Iterator[list[Buffer]]:
+    """Yield the bytes of `parts`, joined, in sections of `size` bytes, without a copy."""
+    section, left = list[Buffer](), size
+    for part in map(memoryview, parts):
+        view = part.cast("B") if part.format != "B" else part
+        at = 0
+        while at < len(view):
+            piece = view[at : at + left]
+            section.append(piece)
+            at, left = at + len(piece), left - len(piece)
+            if not left:
+                yield section
+                section, left = [], size
+    if section:
+        yield section
+
+
 def _get_command(key: str) -> bytes:
     name = key.encode()
     return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)
@@ -237,8 +309,10 @@ def _read_value(connection: Any, start: bytes = b"") -> tuple[memoryview | None,
             raise redis.InvalidResponse(f"expected a value in answer to GET, got {start[:40]!r}")
         if line == b"-1":
             return None, start[at:]
-        if not line.isdigit() or int(line) > MAX_BLOB_BYTES:
-            raise redis.InvalidResponse(f"expected the size of a value of at most {MAX_BLOB_BYTES} bytes, got {line!r}")
+        if not line.isdigit() or int(line) > _MAX_VALUE_BYTES:
+            raise redis.InvalidResponse(
+                f"expected the size of a value of at most {_MAX_VALUE_BYTES} bytes, got {line!r}"
+            )
         size = int(line)
         # Not a bytearray: that would be filled with zeros first.
         value: memoryview = np.empty(size + 2, np.uint8).data

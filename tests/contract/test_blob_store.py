@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import memory_stores
 import numpy as np
 import pytest
 import redis
@@ -13,8 +14,9 @@ from doll.errors import BlobError
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
 from doll.storage import blobs as codec
+from doll.storage import redis_blobs, shm_blobs
 from doll.storage.blobs import Blobs
-from doll.storage.redis_blobs import RedisBlobs
+from doll.storage.redis_blobs import SECTION_BYTES, RedisBlobs
 from doll.storage.redis_client import connect_redis
 from doll.storage.shm_blobs import ShmBlobs
 from memory_stores import MemoryBlobs
@@ -27,7 +29,9 @@ def client_of(server: LocalRedis) -> redis.Redis:
     return connect_redis(Services("", server.address))
 
 
-@pytest.fixture(params=["memory", "redis", "shm", "shm, files used again", "shm, files used again and mapped"])
+@pytest.fixture(
+    params=["memory", "redis", "redis, in sections", "shm", "shm, files used again", "shm, files used again and mapped"]
+)
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blobs]:
     if request.param == "memory":
         yield MemoryBlobs()
@@ -44,7 +48,7 @@ def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blobs]:
         return
     client = client_of(request.getfixturevalue("redis_server"))
     client.flushall()
-    adapter = RedisBlobs(client)
+    adapter = RedisBlobs(client, section_bytes=1000 if "sections" in request.param else SECTION_BYTES)
     yield adapter
     adapter.close()
 
@@ -104,9 +108,12 @@ def test_expires(blobs: Blobs) -> None:
     assert blobs.get("long") is not None
 
 
-def test_refuses_a_blob_that_redis_cannot_hold(blobs: Blobs) -> None:
-    part = bytes(codec.MAX_BLOB_BYTES // 4)
-    with pytest.raises(BlobError, match=r"expected at most 500000000 bytes.*got 500000001"):
+def test_refuses_a_blob_above_the_limit(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (memory_stores, redis_blobs, shm_blobs):
+        monkeypatch.setattr(module, "MAX_BLOB_BYTES", 400)
+    part = bytes(100)
+    blobs.put("big", [part] * 4, 60)
+    with pytest.raises(BlobError, match=r"expected at most 400 bytes.*got 401"):
         blobs.put("big", [part, part, part, part, b"x"], 60)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -227,3 +228,40 @@ def test_what_could_not_be_stored_is_said_when_it_is_settled(
     store.settle()  # once
     store.close()
     own_redis.start()
+
+
+def test_a_large_blob_is_stored_in_sections_all_or_none(own_redis: LocalRedis) -> None:
+    client = client_of(own_redis)
+    store, other = (RedisBlobs(client_of(own_redis), section_bytes=1000) for _ in range(2))
+    value = np.random.default_rng(0).bytes(3_500)
+    store.put("doll:{j}:w", [value[:1_200], memoryview(value)[1_200:3_400], bytearray(value[3_400:])], 60)
+    assert sorted(client.keys()) == [b"doll:{j}:w", *(b"doll:{j}:w#%d" % number for number in range(4))]
+    assert [client.strlen(f"doll:{{j}}:w#{number}") for number in range(4)] == [1000, 1000, 1000, 500]
+    assert 0 < client.pttl("doll:{j}:w#3") <= 60_000
+    other.prefetch(["doll:{j}:w"])
+    assert other.get("doll:{j}:w") == value
+    client.delete("doll:{j}:w#2")
+    assert other.get("doll:{j}:w") is None, "a section has expired"
+    client.set("doll:{j}:w#2", bytes(1_001))
+    assert other.get("doll:{j}:w") is None, "a section of another blob"
+    other.delete("doll:{j}:w")
+    assert client.keys() == []
+    store.put("doll:{j}:w", [value[:900]], 60)
+    assert other.get("doll:{j}:w") == value[:900], "small again"
+    store.close()
+    other.close()
+
+
+def test_an_index_that_nobody_can_have_written_is_no_blob(own_redis: LocalRedis) -> None:
+    client, store = client_of(own_redis), RedisBlobs(client_of(own_redis))
+    for count, size in ((3, 1 << 62), (1 << 31, 100), (0, 100)):
+        client.set("a", struct.pack("<4sIQ", b"DLBS", count, size))
+        assert store.get("a") is None
+    store.close()
+
+
+def test_the_sections_of_a_blob_above_the_memory_are_an_error(own_redis: LocalRedis) -> None:
+    store = RedisBlobs(client_of(own_redis), sleep=lambda _: pytest.fail("must not wait"), section_bytes=1_000_000)
+    with pytest.raises(ServiceUnavailableError, match="expected a maxmemory above the 20000000 bytes of one value"):
+        store.put("large", [bytes(20_000_000)], 60)
+    store.close()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from doll.config import parse
 from doll.errors import ConfigError
+from doll.model import flat_model
 from doll.model.flat_model import MAX_MODEL_BYTES, build
 from doll.storage.blobs import HEADER_BYTES, MAX_BLOB_BYTES
 from doll.task.base import Sample, Task
@@ -39,8 +40,9 @@ class HalfFrozen(Wide):
         return model
 
 
-def test_a_model_that_one_value_of_redis_cannot_hold_is_refused() -> None:
+def test_a_model_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_MODEL_BYTES + HEADER_BYTES <= MAX_BLOB_BYTES
+    monkeypatch.setattr(flat_model, "MAX_MODEL_BYTES", 499_000_000)
     with pytest.raises(ConfigError, match=r"expected at most 499 MB of trainable .*got 520 MB: freeze a part of it"):
         build(CONFIG, Wide())
 
