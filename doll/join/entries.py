@@ -202,19 +202,3 @@ class Entries:
         if entry is None or (entry.features is None) != waiting:
             return False
         return entry.deadline_ms == deadline_ms and entry.number == number
-
-
-class NoOverflow:
-    """Entries that all fit into memory."""
-
-    def put_all(self, entries: Sequence[Entry]) -> None:
-        raise MemoryError("no room for entries")
-
-    def take(self, keys: list[bytes]) -> list[Entry]:
-        return []
-
-    def take_due(self, waiting: bool, until_ms: int) -> list[Entry]:
-        return []
-
-    def close(self) -> None:
-        pass
