@@ -74,8 +74,7 @@ def status(job: RunOptions, as_json: JsonOption = False) -> None:
     """
     from doll.run.status import status_of
 
-    job_status = status_of(job.target())
-    emit_result(as_json, job_status)
+    emit_result(as_json, status_of(job.target()))
 
 
 def dashboard(

@@ -338,7 +338,7 @@ class Stop(ControlRecord, frozen=True):
     reason: str
 
 
-# --- control links: parameter server <-> worker, beside Kafka ---------------------------------------------------------
+# --- control links: parameter server <-> worker, in addition to Kafka -------------------------------------------------
 
 
 class Attach(ControlRecord, frozen=True):
