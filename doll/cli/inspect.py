@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,6 @@ from doll.cli import output
 from doll.cli.options import JsonOption, RunFolderOption, RunOptions
 from doll.cli.output import emit, emit_result
 from doll.extras import require
-from doll.kafka.permissions import ROLES, Role
 
 
 def audit(
@@ -127,10 +127,14 @@ def dashboard(
             serve_runs(job.job, listener, token, say)
 
 
+# The roles of `doll.kafka.permissions.Role`, as values of an option.
+RoleName = StrEnum("RoleName", ["producer", "worker", "server", "evaluator", "provisioner", "joiner"])
+
+
 def doctor(
     job: RunOptions,
     roles: Annotated[
-        list[Role] | None, typer.Option("--role", help="Check only this role; may be repeated [default: all].")
+        list[RoleName] | None, typer.Option("--role", help="Check only this role; may be repeated [default: all].")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -141,9 +145,10 @@ def doctor(
 
     Example: doll doctor my.yaml --role worker
     """
+    from doll.kafka.permissions import ROLES
     from doll.run.doctor.examine import examine
 
-    report = examine(job.target(), [role for role in ROLES if not roles or role in roles])
+    report = examine(job.target(), [role for role in ROLES if not roles or RoleName(role) in roles])
     emit_result(as_json, report)
     if not report.ok:
         raise typer.Exit(1)
