@@ -199,6 +199,18 @@ def _unusable(exc: KafkaException) -> str:
     return f"Kafka's client cannot be made ({error_of(exc).str()}): {todo}"
 
 
+def make_probe_client(kind: Callable[[dict[str, Any]], T], address: str, extra: Mapping[str, Any] = {}) -> T:
+    """Return a client of the class `kind` for brokers that this machine starts. No job's settings apply: no security,
+    and no log."""
+    settings = {
+        "bootstrap.servers": address,
+        "log_level": 0,
+        "reconnect.backoff.max.ms": 200,
+        "error_cb": lambda error: None,
+    }
+    return kind({**settings, **extra})
+
+
 class Settings(dict[str, Any]):
     """Settings of librdkafka whose repr hides secrets."""
 

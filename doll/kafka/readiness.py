@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from doll.kafka.clients import error_of
+from doll.kafka.clients import error_of, make_probe_client
 
 READY_TOPIC: Final = "doll-ready"  # the probe writes to it
 # 3 s on an idle machine; 50 s were measured with 20 processes per core, or with a log to recover.
@@ -24,15 +24,8 @@ def is_ready(address: str, cluster_id: str, alive: Callable[[], bool], brokers: 
     A record of an idempotent producer shows that the node writes and assigns producer ids. A committed offset shows
     that `__consumer_offsets` exists: while Kafka creates this topic, a consumer with a group may wait for minutes.
     """
-    # No job's settings apply: no security, and no log.
-    settings: dict[str, Any] = {
-        "bootstrap.servers": address,
-        "log_level": 0,
-        "reconnect.backoff.max.ms": 200,
-        "error_cb": lambda error: None,
-    }
-    admin = AdminClient(settings)
-    steps = (lambda: _is_ours(admin, cluster_id, brokers), lambda: _writes(settings), lambda: _commits(settings))
+    admin = make_probe_client(AdminClient, address)
+    steps = (lambda: _is_ours(admin, cluster_id, brokers), lambda: _writes(address), lambda: _commits(address))
     deadline_s = time.monotonic() + _START_S
 
     def succeeds(step: Callable[[], bool]) -> bool:
@@ -62,16 +55,17 @@ def _is_ours(admin: AdminClient, cluster_id: str, brokers: int) -> bool:
     return False
 
 
-def _writes(settings: dict[str, Any]) -> bool:
+def _writes(address: str) -> bool:
     acked: list[bool] = []
-    producer = Producer(settings | {"enable.idempotence": True, "linger.ms": 0, "message.timeout.ms": 5000})
+    settings = {"enable.idempotence": True, "linger.ms": 0, "message.timeout.ms": 5000}
+    producer = make_probe_client(Producer, address, settings)
     producer.produce(READY_TOPIC, b"ready", on_delivery=lambda error, message: acked.append(error is None))
     producer.flush(6.0)
     return acked == [True]
 
 
-def _commits(settings: dict[str, Any]) -> bool:
-    consumer = Consumer(settings | {"group.id": READY_TOPIC, "enable.auto.commit": False})
+def _commits(address: str) -> bool:
+    consumer = make_probe_client(Consumer, address, {"group.id": READY_TOPIC, "enable.auto.commit": False})
     try:
         committed = consumer.commit(offsets=[TopicPartition(READY_TOPIC, 0, 1)], asynchronous=False)
         return bool(committed) and committed[0].error is None
