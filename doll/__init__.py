@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from doll.formats.reader import UInt64
     from doll.tables.bounded_embedding import BoundedEmbedding, BoundedEmbeddingBag
     from doll.task.base import Sample, Samples, Task
-    from doll.task.fields_task import FieldsTask, JsonTask
+    from doll.task.fields_task import FieldsTask, JoinedRecord, JsonTask
     from doll.task.forms import Field, pad
     from doll.task.hashing import hash_ids
     from doll.task.images import GreyImageTask
-    from doll.task.joined import JoinedRecord
     from doll.task.records import Record, Records
     from doll.task.text import TextTask
 
@@ -42,11 +41,10 @@ _MODULES = {
         "formats.reader": ("UInt64",),
         "tables.bounded_embedding": ("BoundedEmbedding", "BoundedEmbeddingBag"),
         "task.base": ("Sample", "Samples", "Task"),
-        "task.fields_task": ("FieldsTask", "JsonTask"),
+        "task.fields_task": ("FieldsTask", "JoinedRecord", "JsonTask"),
         "task.forms": ("Field", "pad"),
         "task.hashing": ("hash_ids",),
         "task.images": ("GreyImageTask",),
-        "task.joined": ("JoinedRecord",),
         "task.records": ("Record", "Records"),
         "task.text": ("TextTask",),
     }.items()

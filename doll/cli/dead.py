@@ -18,7 +18,7 @@ from doll.records.bounded import printable
 
 if TYPE_CHECKING:
     from doll.join.refusals import JoinRefusal
-    from doll.ledger.dead_letters import DeadRecord, Replay
+    from doll.ledger.dead_letters import DeadRecord, Replay, Selection
     from doll.run.target import Target
     from doll.services import Services
 
@@ -63,19 +63,21 @@ class LetterOptions:
         typer.Option(help="Select only records that were rejected with this code."),
     ] = None
 
-    def filters(self) -> dict[str, Any]:
-        """Return the filter arguments of `dead_records` and `join_refusals`.
+    def selection(self) -> Selection:
+        """Return the selection of the options.
 
         Raises:
             BadParameter: an offset does not have the form PARTITION/OFFSET.
         """
+        from doll.ledger.dead_letters import Selection
+
         places = []
         for text in self.offsets or ():
             match = re.fullmatch(r"(\d{1,9})/(\d{1,18})", text)
             if match is None:
                 raise typer.BadParameter(f"--offset: expected PARTITION/OFFSET, as in 0/1234, got {text!r}")
             places.append((int(match[1]), int(match[2])))
-        return {"reason": self.reason, "code": self.code, "at": places}
+        return Selection(self.reason, self.code, places)
 
 
 @dead_app.command("list")
@@ -169,7 +171,7 @@ def _read_dead_records(
         sys.stderr.write(
             f"doll: the broker of this run is gone: these are the first {MAX_SAVED:,} of {job_target.run.dead}\n"
         )
-        return saved_dead_records(job_target.run.dead, **letters.filters()), []
+        return saved_dead_records(job_target.run.dead, letters.selection()), []
     return _dead_records(job_target, services, letters), _join_refusals(job_target, services, letters)
 
 
@@ -178,7 +180,7 @@ def _dead_records(job_target: Target, services: Services, letters: LetterOptions
     from doll.storage.stores import open_store
 
     store = open_store(job_target.config, job_target.run.path)
-    return dead_records(job_target.config, services, store, **letters.filters())
+    return dead_records(job_target.config, services, store, letters.selection())
 
 
 def _join_refusals(job_target: Target, services: Services, letters: LetterOptions) -> list[JoinRefusal]:
@@ -186,7 +188,7 @@ def _join_refusals(job_target: Target, services: Services, letters: LetterOption
         return []
     from doll.join.refusals import join_refusals
 
-    return join_refusals(job_target.config, services, join, **letters.filters())
+    return join_refusals(job_target.config, services, join, letters.selection())
 
 
 def _place(item: JoinRefusal) -> dict[str, Any]:

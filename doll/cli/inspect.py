@@ -74,8 +74,7 @@ def status(job: RunOptions, as_json: JsonOption = False) -> None:
     """
     from doll.run.status import status_of
 
-    job_status = status_of(job.target())
-    emit_result(as_json, job_status)
+    emit_result(as_json, status_of(job.target()))
 
 
 def dashboard(
@@ -128,15 +127,8 @@ def dashboard(
             serve_runs(job.job, listener, token, say)
 
 
-class RoleName(StrEnum):
-    """The roles of `doll.kafka.permissions.Role`, as values of an option."""
-
-    producer = "producer"
-    worker = "worker"
-    server = "server"
-    evaluator = "evaluator"
-    provisioner = "provisioner"
-    joiner = "joiner"
+# The roles of `doll.kafka.permissions.Role`, as values of an option.
+RoleName = StrEnum("RoleName", ["producer", "worker", "server", "evaluator", "provisioner", "joiner"])
 
 
 def doctor(

@@ -127,11 +127,11 @@ def plan(
     if plot is not None:
         _save_charts(assessment, plot)
         notes.append(f"plot: {plot}")
-    beside, lines = None, list[str]()
+    further, lines = None, list[str]()
     if kind is not None:
-        beside = {"kind": kind, "usd_per_h": {part.name: part.usd_per_h for part in PARTS[kind]}}
+        further = {"kind": kind, "usd_per_h": {part.name: part.usd_per_h for part in PARTS[kind]}}
         lines = stack_lines(kind, assessment.static.expected_finish_s, assessment.static.expected_cost_usd)
-    emit(as_json, {**assessment.to_dict(), "notes": notes, "stack": beside}, report_text(assessment, notes, lines))
+    emit(as_json, {**assessment.to_dict(), "notes": notes, "stack": further}, report_text(assessment, notes, lines))
     if assessment.problem is not None:
         raise typer.Exit(assessment.problem.exit_code)
 

@@ -102,15 +102,13 @@ def regrid(
     target = job.target(run_folder)
     new = NewGrid(batch_size=batch_size, group_size=group_size, policy=policy, workers=workers)
     if target.is_run_folder:
-        report = regrid_run(target, job.overrides or [], new, say)
-        _finish(report, as_json)
+        _finish(regrid_run(target, job.overrides or [], new, say), as_json)
     if new != NewGrid():
         raise typer.BadParameter(
             "expected these values in the job file, which the job's roles are started with: options are for runs of "
             "doll up"
         )
-    result = regrid_deployed(target)
-    emit_result(as_json, result)
+    emit_result(as_json, regrid_deployed(target))
 
 
 def rollback(
@@ -145,8 +143,7 @@ def rollback(
     target = job.target(run_folder)
     if target.is_run_folder:
         _finish(rollback_run(target, to, skip=skip, say=say), as_json)
-    result = rollback_deployed(target, to, skip=skip)
-    emit_result(as_json, result)
+    emit_result(as_json, rollback_deployed(target, to, skip=skip))
 
 
 def replay_(
@@ -166,8 +163,7 @@ def replay_(
     from doll.run.target import open_target
 
     target = open_target(run, [])
-    made = replay_version(target.run, to, out or target.run.path / "replayed")
-    emit_result(as_json, made)
+    emit_result(as_json, replay_version(target.run, to, out or target.run.path / "replayed"))
 
 
 def scale(
@@ -189,8 +185,7 @@ def scale(
     from doll.run import scale as scaling
 
     wait_s = scaling.TIMEOUT_S if timeout_s is None else timeout_s
-    scaled = scaling.scale(job.target(), workers, timeout_s=wait_s, say=say)
-    emit_result(as_json, scaled)
+    emit_result(as_json, scaling.scale(job.target(), workers, timeout_s=wait_s, say=say))
 
 
 def export(

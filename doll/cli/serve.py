@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -167,10 +167,9 @@ def _services(target: Target) -> Services | None:
     """Return the job's services. None: no address is known; the server then uses only checkpoints."""
     from doll.errors import ConfigError, ServiceUnavailableError
 
-    try:
+    with suppress(ConfigError, ServiceUnavailableError):
         return target.services(needs_redis=False)
-    except (ConfigError, ServiceUnavailableError):
-        return None
+    return None
 
 
 def _has_ended(target: Target) -> bool:

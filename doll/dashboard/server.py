@@ -107,7 +107,9 @@ class Streams:
         self._sent, event = state, _event("patch", patch) if patch else _event("beat", {})
         for queue in self._queues:
             if queue.full():
-                _replace(queue, _event("state", state))
+                while not queue.empty():
+                    queue.get_nowait()
+                queue.put_nowait(_event("state", state))
             else:
                 queue.put_nowait(event)
 
@@ -125,12 +127,6 @@ class Streams:
     async def _state(self) -> dict[str, Any]:
         shown: dict[str, Any] = visible(await asyncio.to_thread(self._read))
         return {**shown, "every_s": self._every_s}
-
-
-def _replace(queue: asyncio.Queue[bytes | None], item: bytes | None) -> None:
-    while not queue.empty():
-        queue.get_nowait()
-    queue.put_nowait(item)
 
 
 def _event(name: str, value: Any) -> bytes:

@@ -14,7 +14,7 @@ import msgspec
 
 from doll.records.join_log import Routed
 
-_ENTRY_BYTES: Final = 600  # memory of an entry beside the value of its features
+_ENTRY_BYTES: Final = 600  # memory of an entry without the value of its features
 _LABEL_BYTES: Final = 250
 _SPILLED_SHARE: Final = 0.5
 _MOST_STALE: Final = 10_000  # deadlines of entries that have others, or none
@@ -100,13 +100,11 @@ class Entries:
 
     def add(self, entry: Entry) -> None:
         """Add a new entry."""
-        features = entry.features
-        entry.size_bytes = (
-            _ENTRY_BYTES + (0 if features is None else len(features.value)) + _LABEL_BYTES * len(entry.labels)
-        )
+        features_bytes = 0 if entry.features is None else len(entry.features.value)
+        entry.size_bytes = _ENTRY_BYTES + features_bytes + _LABEL_BYTES * len(entry.labels)
         self._bytes += entry.size_bytes
         self._entries[entry.key] = entry
-        heappush(self._due[features is None], (entry.deadline_ms, entry.number, entry.key))
+        heappush(self._due[entry.features is None], (entry.deadline_ms, entry.number, entry.key))
 
     def add_all(self, entries: list[Entry]) -> None:
         """Add new entries with features: faster than one by one."""
@@ -202,19 +200,3 @@ class Entries:
         if entry is None or (entry.features is None) != waiting:
             return False
         return entry.deadline_ms == deadline_ms and entry.number == number
-
-
-class NoOverflow:
-    """Entries that all fit into memory."""
-
-    def put_all(self, entries: Sequence[Entry]) -> None:
-        raise MemoryError("no room for entries")
-
-    def take(self, keys: list[bytes]) -> list[Entry]:
-        return []
-
-    def take_due(self, waiting: bool, until_ms: int) -> list[Entry]:
-        return []
-
-    def close(self) -> None:
-        pass

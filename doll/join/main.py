@@ -51,9 +51,8 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_GC_OBJECTS: Final = (
-    100_000  # the open keys are many and refer to no cycles: looking through them took a sixth of the time
-)
+# The open keys are many and refer to no cycles: looking through them took a sixth of the time.
+_GC_OBJECTS: Final = 100_000
 _MOST_MESSAGES: Final = 5_000
 _BEGIN_AGAIN: Final = (
     "begin again under another job name, with topics that keep their records for longer than a joiner may be away"
@@ -382,8 +381,8 @@ class _Session:
 
     def _send_metrics(self) -> None:
         open_keys = sum(len(joined.matcher) for joined in self._joined.values())
-        values = {**{name: float(value) for name, value in self._counts.items()}, names.OPEN_KEYS: float(open_keys)}
-        values |= {
+        values = {name: float(value) for name, value in self._counts.items()} | {
+            names.OPEN_KEYS: float(open_keys),
             "partitions_behind": float(len(self._behind)),
             "clock_correction_s": self._clock.correction_ms / 1000,
         }

@@ -156,7 +156,7 @@ class Matcher:
                 # Features that are not settled are the only ones of their key: only a label may be before them.
                 also = entries.spilled_waiting > 0
                 entries.fetch(record.key for _, record in live if also or record.source != FEATURES)
-            for source, run in groupby(live, key=_source_of):
+            for source, run in groupby(live, key=lambda item: item[1].source):
                 if source == FEATURES:
                     self._adopt(list(run), kept)
                 else:
@@ -277,8 +277,8 @@ class Matcher:
         """Add features to a key that is open."""
         if waiting.features is not None:
             partition, offset = waiting.features.partition, waiting.features.offset
-            self._refuse(record, "duplicate", f"the features of partition {partition}, offset {offset} have its key")
-            self._out.settled.append(self._serial)
+            reason = f"the features of partition {partition}, offset {offset} have its key"
+            self._settle(record, self._serial, "duplicate", reason)
             return
         entry: Entry | None = waiting
         labels, serials = waiting.labels, waiting.serials
@@ -396,14 +396,11 @@ class Matcher:
 
     def _remove(self, entry: Entry) -> None:
         """Remove an entry, whose records are settled."""
-        self._discard(entry)
+        self._entries.remove(entry)
+        self._segments[entry.segment - self._first_segment].live -= 1
         self._out.settled += entry.serials
         if entry.features is not None:
             self._out.settled.append(entry.number)
-
-    def _discard(self, entry: Entry) -> None:
-        self._entries.remove(entry)
-        self._segments[entry.segment - self._first_segment].live -= 1
 
     def _settle(self, record: Routed, serial: int, code: str, reason: str) -> None:
         self._refuse(record, code, reason)
@@ -465,10 +462,6 @@ class Matcher:
         new = labels[-1:] if is_correction else labels
         self._out.samples.append(Sample(value, features, tuple(new), is_correction))
         self._out.corrections += is_correction
-
-
-def _source_of(item: tuple[int, Routed]) -> int:
-    return item[1].source
 
 
 def _absent(config: JoinConfig, label: LabelConfig) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from doll.records.join_log import FEATURES, MAX_PAYLOAD_BYTES, RefusedRecord, de
 if TYPE_CHECKING:
     from doll.config import JobConfig
     from doll.config.join import JoinConfig
+    from doll.ledger.dead_letters import Selection
     from doll.services import Services
 
 
@@ -48,21 +48,9 @@ class JoinRefusal:
         return value.removesuffix(b",") + b"}"  # the join log has features without their last brace
 
 
-def join_refusals(
-    config: JobConfig,
-    services: Services,
-    join: JoinConfig,
-    *,
-    reason: str = "",
-    code: str | None = None,
-    at: Sequence[tuple[int, int]] = (),
-) -> list[JoinRefusal]:
-    """Return the records that the join has refused, in the order of topics, partitions and offsets.
-
-    Args:
-        reason: text; select only records whose reason contains it, in upper or lower case.
-        code: code of a reason; select only records with this code. None: all codes.
-        at: pairs (partition, offset) of any joined topic; select only these records. Empty: all records.
+def join_refusals(config: JobConfig, services: Services, join: JoinConfig, selection: Selection) -> list[JoinRefusal]:
+    """Return the selected records of any joined topic that the join has refused, in the order of topics, partitions and
+    offsets.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer, or does not have the job's topics.
@@ -76,9 +64,5 @@ def join_refusals(
             for _, value in reader.read(journal, partition, *reader.bounds(journal, partition)):
                 step = decode_step(value)
                 refusals += [JoinRefusal(join.topics[item.source], item, step.now_ms / 1000) for item in step.refused]
-    selected = [item for item in refusals if _is_selected(item, reason, code) and (not at or item.at in at)]
+    selected = [item for item in refusals if selection.takes(item.record.reason, item.record.code, item.at)]
     return sorted(selected, key=lambda item: (item.record.source, *item.at))
-
-
-def _is_selected(item: JoinRefusal, reason: str, code: str | None) -> bool:
-    return reason.lower() in item.record.reason.lower() and code in (None, item.record.code)

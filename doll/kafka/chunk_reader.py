@@ -529,12 +529,11 @@ class ChunkReader:
         self._unassign(list(self._assigned))
         self._commit_at_s = 0.0
         deadline_s = time.monotonic() + _LAST_COMMIT_S
-        while self._is_behind() and (left_s := deadline_s - time.monotonic()) > 0:
+        while any(reading.committed < reading.durable for reading in self._readings.values()):
+            if (left_s := deadline_s - time.monotonic()) <= 0:
+                break
             self._commit_if_due()
             self._consumer.poll(min(left_s, _LAST_POLL_S))
-
-    def _is_behind(self) -> bool:
-        return any(reading.committed < reading.durable for reading in self._readings.values())
 
 
 def _by_partition(records: list[Any]) -> dict[int, list[Any]]:

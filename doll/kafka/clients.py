@@ -199,28 +199,16 @@ def _unusable(exc: KafkaException) -> str:
     return f"Kafka's client cannot be made ({error_of(exc).str()}): {todo}"
 
 
-class ProbeClients:
-    """A factory of clients for brokers that this machine starts. No job's settings apply: no security, and no log."""
-
-    def __init__(self, address: str) -> None:
-        self._settings: dict[str, Any] = {
-            "bootstrap.servers": address,
-            "log_level": 0,
-            "reconnect.backoff.max.ms": 200,
-            "error_cb": lambda error: None,
-        }
-
-    def admin(self) -> AdminClient:
-        return AdminClient(self._settings)
-
-    def producer(self, message_timeout_ms: int) -> Producer:
-        """Return an idempotent producer that sends each record immediately."""
-        extra = {"enable.idempotence": True, "linger.ms": 0, "message.timeout.ms": message_timeout_ms}
-        return Producer(self._settings | extra)
-
-    def consumer(self, group: str) -> Consumer:
-        """Return a consumer that commits only on request."""
-        return Consumer(self._settings | {"group.id": group, "enable.auto.commit": False})
+def make_probe_client(kind: Callable[[dict[str, Any]], T], address: str, extra: Mapping[str, Any] = {}) -> T:
+    """Return a client of the class `kind` for brokers that this machine starts. No job's settings apply: no security,
+    and no log."""
+    settings = {
+        "bootstrap.servers": address,
+        "log_level": 0,
+        "reconnect.backoff.max.ms": 200,
+        "error_cb": lambda error: None,
+    }
+    return kind({**settings, **extra})
 
 
 class Settings(dict[str, Any]):

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
@@ -74,12 +76,9 @@ class _Questions:
 
     def metadata(self) -> None:
         with self._about("brokers"):
-            latencies_s = []
-            for _ in range(_LATENCY_TRIES):
-                start_s = time.perf_counter()
-                metadata = self._admin.list_topics(timeout=ADMIN_S)
-                latencies_s.append(time.perf_counter() - start_s)
-            self._facts.latency_s = min(latencies_s)
+            ask = partial(self._admin.list_topics, timeout=ADMIN_S)
+            metadata = ask()
+            self._facts.latency_s = min(timeit.repeat(ask, number=1, repeat=_LATENCY_TRIES))
             self._facts.brokers = [(broker.host, broker.port) for broker in metadata.brokers.values()]
 
     def cluster(self) -> None:

@@ -29,7 +29,7 @@ from doll.kafka.clients import (
 )
 from doll.kafka.logins import principal_text
 from doll.kafka.permissions import Permission, allow_command
-from doll.kafka.topic_plan import batch_limit_bytes
+from doll.kafka.topic_plan import alter_command, batch_limit_bytes
 from doll.services import Services
 from doll.telemetry import get_logger
 
@@ -208,9 +208,9 @@ def compacted(config: JobConfig, topic: ForeignTopic) -> str:
         return ""
     return (
         f"topic {topic.name}: cleanup.policy is {policy}, expected delete: compaction removes records before they are "
-        "learned, and nothing tells that they were there. Choose one: have its owner set it back (kafka-configs.sh "
-        f"--alter --entity-type topics --entity-name {topic.name} --add-config cleanup.policy=delete), or learn what "
-        "is left of it (--set data.on_data_loss=skip: the audit counts such offsets as offsets without a record)"
+        "learned, and nothing tells that they were there. Choose one: have its owner set it back "
+        f"({alter_command(topic.name, 'cleanup.policy=delete')}), or learn what is left of it (--set "
+        "data.on_data_loss=skip: the audit counts such offsets as offsets without a record)"
     )
 
 

@@ -246,7 +246,10 @@ class GroupStream:
             enable_partition_eof=True,
         )  # fmt: skip
         self._admin = make_admin(config, services)
-        self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._lose)
+        self._consumer.subscribe(
+            list(topics), on_assign=self._assign,
+            on_revoke=partial(self._give_up, is_member=True), on_lost=partial(self._give_up, is_member=False),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Leave the group. What was not committed is read again by others."""
@@ -351,13 +354,7 @@ class GroupStream:
         except BaseException as exc:  # the client would only log it
             self._failed = exc
 
-    def _revoke(self, consumer: Any, partitions: list[TopicPartition]) -> None:
-        self._give_up(partitions, is_member=True)
-
-    def _lose(self, consumer: Any, partitions: list[TopicPartition]) -> None:
-        self._give_up(partitions, is_member=False)
-
-    def _give_up(self, partitions: list[TopicPartition], *, is_member: bool) -> None:
+    def _give_up(self, consumer: Any, partitions: list[TopicPartition], *, is_member: bool) -> None:
         places = [(p.topic, p.partition) for p in partitions]
         for place in places:
             self.at_end.pop(place, None)

@@ -56,33 +56,32 @@ def needed(config: JobConfig, role: Role) -> list[Permission]:
     history = config.source if role == "producer" and isinstance(config.source, HistorySource) else None
     if history is not None:
         of_role = {name: (*kinds, "history") for name, kinds in of_role.items()} | {"Delete": ("history",)}
-    permissions = [
-        Permission("topic", config.topic(kind), operation) for operation, kinds in of_role.items() for kind in kinds
-    ]
+    permissions: list[Permission] = []
+
+    def add(resource: Resource, name: str, *operations: str, is_prefix: bool = False) -> None:
+        permissions.extend(Permission(resource, name, operation, is_prefix) for operation in operations)
+
+    for operation, kinds in of_role.items():
+        for kind in kinds:
+            add("topic", config.topic(kind), operation)
     seen = {kind for kinds in of_role.values() for kind in kinds}
-    unseen = [kind for kind in (*TOPIC_KINDS, *extra_kinds(config)) if kind not in seen]
-    permissions += [Permission("topic", config.topic(kind), "Describe") for kind in unseen]
-    permissions.append(Permission("group", f"doll.{config.job}.", "Describe", is_prefix=True))
+    for kind in (*TOPIC_KINDS, *extra_kinds(config)):
+        if kind not in seen:
+            add("topic", config.topic(kind), "Describe")
+    add("group", f"doll.{config.job}.", "Describe", is_prefix=True)
     if role == "joiner" and (join := config.data.join) is not None:
-        permissions += [
-            Permission("topic", section.topic, name)
-            for section in (join.features, *join.labels)
-            for name in ("Read", "DescribeConfigs")
-        ]
-        permissions.append(Permission("group", f"doll.{config.job}.join", "Read"))
-        permissions += [
-            Permission("transactional-id", f"doll.{config.job}.join.", name, is_prefix=True)
-            for name in ("Describe", "Write")
-        ]  # fmt: skip
+        for topic in join.topics:
+            add("topic", topic, "Read", "DescribeConfigs")
+        add("group", f"doll.{config.job}.join", "Read")
+        add("transactional-id", f"doll.{config.job}.join.", "Describe", "Write", is_prefix=True)
     holdout = config.evaluation.holdout
     if role == "evaluator" and holdout is not None and holdout.topic is not None:
-        permissions.append(Permission("topic", holdout.topic, "Read"))
+        add("topic", holdout.topic, "Read")
     if history is not None:
-        permissions += [Permission("topic", history.topic, name) for name in ("Read", "DescribeConfigs")]
-        name = f"doll.{config.job}.history"
-        permissions += [Permission("transactional-id", name, operation) for operation in ("Describe", "Write")]
+        add("topic", history.topic, "Read", "DescribeConfigs")
+        add("transactional-id", f"doll.{config.job}.history", "Describe", "Write")
     if role == "worker":
-        permissions.append(Permission("group", f"doll-{config.job}-w", "Read", is_prefix=True))
+        add("group", f"doll-{config.job}-w", "Read", is_prefix=True)
     return permissions
 
 

@@ -184,18 +184,13 @@ def find_problems(topic: TopicPlan, actual: ActualTopic, replication_factor: int
 def _check_retention(topic: TopicPlan, kind: str, actual: ActualTopic, add_finding: Any) -> None:
     kept_ms, kept_bytes = _number(actual, "retention.ms", -1), _number(actual, "retention.bytes", -1)
     wanted_ms = int(topic.settings["retention.ms"])
-    if kind == "updates" and (kept_ms >= 0 or kept_bytes >= 0):
+    if kind in ("updates", "dead") and (kept_ms >= 0 or kept_bytes >= 0):
+        why = "the audit fails once a dead letter is deleted"
+        if kind == "updates":
+            why = "it is the job's ledger, and without its older records the job can be neither audited nor resumed"
         add_finding(
-            True,
-            f"retention.ms is {kept_ms} and retention.bytes {kept_bytes}, expected -1 for both: it is the job's "
-            "ledger, and without its older records the job can be neither audited nor resumed",
-            "retention.ms=-1,retention.bytes=-1",
-        )
-    elif kind == "dead" and (kept_ms >= 0 or kept_bytes >= 0):
-        add_finding(
-            False,
-            f"retention.ms is {kept_ms} and retention.bytes {kept_bytes}, expected -1 for both: the audit fails once a "
-            "dead letter is deleted",
+            kind == "updates",
+            f"retention.ms is {kept_ms} and retention.bytes {kept_bytes}, expected -1 for both: {why}",
             "retention.ms=-1,retention.bytes=-1",
         )
     elif kind == "samples" and 0 <= kept_ms < wanted_ms:

@@ -281,7 +281,6 @@ def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
     """Return Kafka's id of one of the job's topics; a topic that is deleted and created again gets another id. Return
     "" if Kafka is older than 2.8 and has no ids. Raise ServiceUnavailableError if the topic does not exist, or Kafka
     does not answer."""
-
     name = config.topic(kind)
     with translate_errors(services.kafka, f"describe topic {name}"):
         admin = make_admin(config, services)  # the answer arrives only while this client exists

@@ -15,6 +15,7 @@ import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -68,18 +69,18 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
         lows, ends = [low for low, _ in bounds.values()], [high for _, high in bounds.values()]
         loss_allowed = config.data.on_data_loss == "skip"
         is_whole = bool(deleted_before(config, generation.generation, ledger.origins))
-        report = ledger.report(ends, lows=lows, loss_allowed=loss_allowed, is_whole=is_whole)
+        report_with = partial(ledger.report, ends, lows=lows, loss_allowed=loss_allowed, is_whole=is_whole)
+        report = report_with()
         # Gaps whose records retention has deleted cannot be checked, so the worker's report counts.
         remaining = [gap._replace(lo=max(gap.lo, lows[gap.partition])) for gap in report.gap_ranges]
         present = _present_records(reader, samples, [gap for gap in remaining if gap.lo < gap.hi])
         if present:
-            report = ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed, is_whole=is_whole)
+            report = report_with(present=present)
+        problems = [*report.problems]
         if (split := Split.of_job(config)) is not None:
-            report = dataclasses.replace(
-                report, problems=(*report.problems, *_holdout_problems(split, reader, samples, report, ledger, lows))
-            )  # fmt: skip
-        other = _other_topic(config, services, checkpoint)
-        return dataclasses.replace(report, problems=(*report.problems, *reader.problems, *other))
+            problems += _holdout_problems(split, reader, samples, report, ledger, lows)
+        problems += [*reader.problems, *_other_topic(config, services, checkpoint)]
+        return dataclasses.replace(report, problems=tuple(problems))
 
 
 def _other_topic(config: JobConfig, services: Services, checkpoint: Checkpoint | None) -> list[str]:

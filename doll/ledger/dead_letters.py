@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from msgspec import MsgspecError, json, structs
 
@@ -29,7 +29,7 @@ from doll.ledger.audit import build_ledger
 from doll.ledger.balance import OffsetState
 from doll.process.files import write_atomically
 from doll.records.bounded import short
-from doll.records.control import DeadLetter, DeadLetterCode, encode
+from doll.records.control import DeadLetter, encode
 from doll.services import Services
 from doll.storage.checkpoints import CheckpointStore
 
@@ -69,22 +69,34 @@ class DeadRecord:
         return self.letter.partition, self.letter.offset
 
 
+class Selection(NamedTuple):
+    """A selection of refused records.
+
+    Attributes:
+        reason: text; only records whose reason contains it, in upper or lower case.
+        code: only records with this code. None: all codes.
+        at: pairs (partition, offset); only these records. Empty: all records.
+    """
+
+    reason: str = ""
+    code: str | None = None
+    at: Sequence[tuple[int, int]] = ()
+
+    def takes(self, reason: str, code: str, at: tuple[int, int]) -> bool:
+        """Return whether a record with this reason, code and place is selected."""
+        return self.reason.lower() in reason.lower() and self.code in (None, code) and (not self.at or at in self.at)
+
+
+ALL: Final = Selection()
+
+
 def dead_records(
-    config: JobConfig,
-    services: Services,
-    store: CheckpointStore,
-    *,
-    reason: str = "",
-    code: DeadLetterCode | None = None,
-    at: Sequence[tuple[int, int]] = (),
+    config: JobConfig, services: Services, store: CheckpointStore, selection: Selection = ALL
 ) -> list[DeadRecord]:
-    """Return the records that have letters, in the order of partition and offset. Reads only.
+    """Return the selected records that have letters, in the order of partition and offset. Reads only.
 
     Args:
         store: the checkpoint store, whose newest checkpoint is the durable model.
-        reason: text; select only records whose reason contains it, in upper or lower case.
-        code: code of a letter; select only records with this code. None: all codes.
-        at: pairs (partition, offset); select only these records. Empty: all records.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer, or does not have the job's topics.
@@ -95,7 +107,7 @@ def dead_records(
     with RangeReader(config, services) as reader:
         ledger, generation = build_ledger(config, reader, checkpoint)
         letters = generation.letters(reader.records(config.topic("dead"), (DeadLetter,)))
-        return collect(letters, ledger.offset_state, reason=reason, code=code, at=at)
+        return collect(letters, ledger.offset_state, selection)
 
 
 def save_dead_records(path: Path, dead: Sequence[DeadRecord]) -> None:
@@ -108,38 +120,25 @@ def save_dead_records(path: Path, dead: Sequence[DeadRecord]) -> None:
     write_atomically(path, json.format(json.encode(kept), indent=1))
 
 
-def saved_dead_records(
-    path: Path, *, reason: str = "", code: DeadLetterCode | None = None, at: Sequence[tuple[int, int]] = ()
-) -> list[DeadRecord]:
-    """Return the dead records in a file of `save_dead_records`, with the same selection as `dead_records`. Raise
-    ConfigError if the file cannot be read."""
+def saved_dead_records(path: Path, selection: Selection = ALL) -> list[DeadRecord]:
+    """Return the selected dead records in a file of `save_dead_records`. Raise ConfigError if the file cannot be
+    read."""
     try:
         saved = json.decode(path.read_bytes(), type=list[DeadRecord])
     except (OSError, MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise ConfigError(f"cannot read {path}: {short(exc)}") from exc
-    return [item for item in saved if _is_selected(item.letter, reason, code) and (not at or item.at in at)]
-
-
-def _is_selected(letter: DeadLetter, reason: str, code: DeadLetterCode | None) -> bool:
-    return reason.lower() in letter.reason.lower() and code in (None, letter.code)
+    return [item for item in saved if selection.takes(item.letter.reason, item.letter.code, item.at)]
 
 
 def collect(
-    letters: Iterable[DeadLetter],
-    offset_state: Callable[[int, int], OffsetState],
-    *,
-    reason: str = "",
-    code: DeadLetterCode | None = None,
-    at: Sequence[tuple[int, int]] = (),
+    letters: Iterable[DeadLetter], offset_state: Callable[[int, int], OffsetState], selection: Selection = ALL
 ) -> list[DeadRecord]:
-    """Return one `DeadRecord` for each record that has letters, in the order of partition and offset. Pure."""
+    """Return a `DeadRecord` for each selected record that has letters, in the order of partition and offset. Pure."""
     newest: dict[tuple[int, int], DeadLetter] = {}
     newest_whole: dict[tuple[int, int], DeadLetter] = {}
     replayed: dict[tuple[int, int], tuple[int, ...]] = {}
     for letter in letters:
         key = (letter.partition, letter.offset)
-        if at and key not in at:
-            continue
         if letter.code == "replayed":
             replayed[key] = (*replayed.get(key, ()), letter.replayed_as)
             continue
@@ -150,7 +149,7 @@ def collect(
     for key in sorted(newest):
         state = offset_state(*key)
         letter = newest_whole.get(key, newest[key]) if state in ("dead", "absent") else newest[key]
-        if _is_selected(letter, reason, code):
+        if selection.takes(letter.reason, letter.code, key):
             records.append(DeadRecord(letter, replayed.get(key, ()), state))
     return records
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.kafka.readiness import ReadinessProbe
+from doll.kafka.readiness import is_ready
 from doll.local import kafka_jars, processes
 from doll.process.files import write_atomically
 
@@ -250,7 +250,7 @@ class LocalKafka(processes.LocalServer):
         """Start the process. Return whether the node answers; False if its process exits or does not answer in time."""
         self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
         try:
-            if ReadinessProbe(self.address, self._cluster_id, lambda: self.pid is not None).run():
+            if is_ready(self.address, self._cluster_id, lambda: self.pid is not None):
                 return True
         except BaseException:
             self.kill()
@@ -324,7 +324,7 @@ class KafkaCluster(processes.Server):
         def alive() -> bool:
             return all(node.pid is not None for node in self.nodes)
 
-        return ReadinessProbe(self.address, self.nodes[0].cluster_id, alive, len(self.nodes)).run()
+        return is_ready(self.address, self.nodes[0].cluster_id, alive, len(self.nodes))
 
     def dead_nodes(self) -> list[int]:
         """Return the numbers, from 1, of the nodes whose process has exited."""

@@ -11,6 +11,7 @@ import msgspec
 from doll.errors import ConfigError, RecordError
 
 ORIGIN: Final = "doll-origin"  # header of a sample: the number of its row, or its partition and offset in the topic
+US_PER_UNIT: Final = {"s": 1_000_000, "ms": 1_000, "us": 1, "ns": 1}  # `ns`: divide the product by 1000
 SNAPSHOT, STATES = range(2)  # partitions of the topic `history`
 
 

@@ -51,7 +51,6 @@ _BACKLOG_S: Final = 5.0  # interval of looking how far the workers are
 _LOOP_S: Final = 300.0  # limit for one row group, which may come from afar
 _MOST_MESSAGES: Final = 5_000
 _NEWEST: Final = 64  # states at the end of their partition that are searched first
-_US_PER_UNIT: Final = {"s": 1_000_000, "ms": 1_000, "us": 1, "ns": 1}
 _YEAR_2000_US: Final = 946_684_800_000_000
 _DAY_US: Final = 86_400_000_000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -319,7 +318,7 @@ class _Sending:
             if isinstance(at, datetime):
                 time_us = (at - _EPOCH) // timedelta(microseconds=1)
             else:
-                factor = _US_PER_UNIT[source.time.unit]
+                factor = handover.US_PER_UNIT[source.time.unit]
                 time_us = round(at * factor) if isinstance(at, float) else at * factor
                 time_us = time_us // 1000 if source.time.unit == "ns" else time_us
         except (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError) as exc:

@@ -68,8 +68,7 @@ class Cuts:
     def at(self, batch: int) -> tuple[int, int]:
         """Return two numbers of records: those left out by the cuts of batches below this one, and by the cut of this
         batch. If two processes have the same values, the batch has the same offsets in both."""
-        before = self.before(batch)
-        return before, self.before(batch + 1) - before
+        return self.before(batch), self.left_out_by(batch)
 
     def within(self, first: int, until: int) -> tuple[Cut, ...]:
         """Return the cuts of batches [first, until)."""

@@ -17,10 +17,6 @@ _BYTES: Final = 16
 
 
 def chained(record: Update, before: bytes) -> Update:
-    """Return the record with its hash. `before`: the hash of the update before it; b"": there is none."""
-    return msgspec.structs.replace(record, chain=next_hash(encode(record), before))
-
-
-def next_hash(encoded: bytes, before: bytes) -> bytes:
-    """Return the hash of an update record. `encoded`: the record as in the topic, with an empty hash."""
-    return blake2b(encoded, digest_size=_BYTES, key=before).digest()
+    """Return the record with its hash: that of its bytes in the topic, while the hash is empty. `before`: the hash of
+    the update before it; b"": there is none."""
+    return msgspec.structs.replace(record, chain=blake2b(encode(record), digest_size=_BYTES, key=before).digest())

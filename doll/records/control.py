@@ -339,7 +339,7 @@ class Stop(ControlRecord, frozen=True):
     reason: str
 
 
-# --- control links: parameter server <-> worker, beside Kafka ---------------------------------------------------------
+# --- control links: parameter server <-> worker, in addition to Kafka -------------------------------------------------
 
 
 class Attach(ControlRecord, frozen=True):

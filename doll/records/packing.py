@@ -41,10 +41,9 @@ def pack(samples: Sequence[bytes]) -> bytes:
     if not samples or not all(samples):
         raise ValueError("expected at least one sample, none of them empty")
     lengths = [len(sample) for sample in samples]
-    if len(set(lengths)) == 1:
-        return b"".join((_HEADER.pack(MAGIC, VERSION, 0, 0, len(samples), lengths[0]), *samples))
-    table = struct.pack(f"<{len(lengths)}I", *lengths)
-    return b"".join((_HEADER.pack(MAGIC, VERSION, 0, 0, len(samples), 0), table, *samples))
+    width = lengths[0] if len(set(lengths)) == 1 else 0
+    table = b"" if width else struct.pack(f"<{len(lengths)}I", *lengths)
+    return b"".join((_HEADER.pack(MAGIC, VERSION, 0, 0, len(samples), width), table, *samples))
 
 
 def unpack(value: bytes | memoryview, max_count: int) -> PackedRecord:

@@ -174,9 +174,8 @@ def serve_here(
     signature = Signature(task)
     lanes = [Lane(name, share) for name, share in options.wanted.items()]
     shadow_lane = Lane(options.shadow, 0.0) if options.shadow else None
-    users_lanes = tuple(lanes)
-    lanes += [] if shadow_lane is None else [shadow_lane]
-    copies = ModelCopies(partial(build, config, task, with_rows=False), lanes)
+    all_lanes = lanes if shadow_lane is None else [*lanes, shadow_lane]
+    copies = ModelCopies(partial(build, config, task, with_rows=False), all_lanes)
     predictor = Predictor(task, signature, copies, options.max_batch)
     loader = VersionLoader(
         config, job.run_folder, copies, find_services=job.find_services, has_ended=job.has_ended,
@@ -187,12 +186,11 @@ def serve_here(
         opened.enter_context(loader)
         answers = None
         if options.log_topic:
-            log_of_answers = AnswerLog(
+            answers = opened.enter_context(AnswerLog(
                 config, job.find_services, options.log_topic, options.name, each_record=options.log_records,
                 on_logged=partial(metrics.count, "logged_answers"),
                 on_dropped=partial(metrics.count, "unlogged_answers"),
-            )  # fmt: skip
-            answers = opened.enter_context(log_of_answers)
+            ))  # fmt: skip
         batcher = Batcher(
             predictor.answer, executor, max_samples=options.max_batch, max_waiting=options.max_queue,
             time_limit_s=options.time_limit_s, num_here=lambda: len(server.server_state.tasks),
@@ -207,7 +205,7 @@ def serve_here(
                 on_skipped=partial(metrics.count, "skipped_shadow_answers"),
             )  # fmt: skip
         app = ServeApp(
-            task, signature, users_lanes, batcher, metrics, name=options.name,
+            task, signature, lanes, batcher, metrics, name=options.name,
             newest_samples=lambda: loader.newest_samples, max_body_bytes=options.max_body_bytes,
             time_limit_s=options.time_limit_s, access=access, answers=answers, shadow=shadow,
             split_by=options.split_by,
@@ -224,7 +222,7 @@ def serve_here(
             metrics.observe(copies, loader.newest_samples, batcher.num_waiting, loader.row_bytes)
             if heartbeat is not None:
                 heartbeat.beat("loop")
-                missing = [f"version {lane.wanted}: {lane.problem}" for lane in users_lanes if lane.copy is None]
+                missing = [f"version {lane.wanted}: {lane.problem}" for lane in lanes if lane.copy is None]
                 heartbeat.set_waiting_for("; ".join(missing))
 
         if heartbeat is not None:

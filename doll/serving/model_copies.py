@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from doll.errors import TaskError
 from doll.evaluation.stored_weights import Place, StoredWeights, place_of
 from doll.model.flat_model import FlatModel
-
-UNKNOWN: Final = -1
 
 
 class ServedVersion:
@@ -25,7 +23,7 @@ class ServedVersion:
 
     Attributes:
         made_s: Unix time of its update; if that is not known, the time when the version was read.
-        samples: number of usable samples that it has learned from; `UNKNOWN` if not known.
+        samples: number of usable samples that it has learned from; -1 if not known.
         events: their event times; `NO_EVENTS` if not known.
     """
 
@@ -117,21 +115,12 @@ class ModelCopies:
             lane.copy = copy
         return copy
 
-    @contextmanager
-    def used(self, lane: Lane) -> Iterator[ModelCopy]:
-        """Yield the copy that answers for `lane`; it does not change within the context.
+    def take(self, lane: Lane) -> ModelCopy:
+        """Return the copy that answers for `lane`; it does not change until `give_back`.
 
         Raises:
             LookupError: no version has been read yet.
         """
-        copy = self.take(lane)
-        try:
-            yield copy
-        finally:
-            self.give_back(copy)
-
-    def take(self, lane: Lane) -> ModelCopy:
-        """Begin a use of the copy, until `give_back`. Faster than the context manager `used`, for single requests."""
         with self._changed:
             copy = lane.copy
             if copy is None:

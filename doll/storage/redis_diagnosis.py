@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import timeit
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -25,11 +26,7 @@ def ask_redis(services: Services, job: str, timeout_s: float = 4.0) -> RedisFact
     if (refusal := redis_problem(services, timeout_s)) is not None:
         return RedisFacts(refusal=refusal)
     with connect_redis(services, timeout_s=timeout_s, retries=0) as client:
-        latencies_s = []
-        for _ in range(_LATENCY_TRIES):
-            start_s = time.perf_counter()
-            client.ping()
-            latencies_s.append(time.perf_counter() - start_s)
+        latencies_s = timeit.repeat(client.ping, number=1, repeat=_LATENCY_TRIES)
         clock = _asked(lambda: client.time())
         asked_s = time.time()
         info = _asked(lambda: client.info())

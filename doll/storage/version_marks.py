@@ -172,15 +172,11 @@ class _StoredMarks(VersionMarks, frozen=True, kw_only=True):
     schema: int
 
 
-def _has_more(marks: VersionMarks) -> bool:
-    """Return whether a release before the gates would lose something of these marks."""
-    return bool(marks.verdicts or marks.moved_s or marks.frozen or marks.reasons)
-
-
 def encode_marks(marks: VersionMarks) -> bytes:
     """Return the content of the file."""
     stored = {"schema": _SCHEMA, "aliases": dict(sorted(marks.aliases.items())), "pins": marks.pins}
-    if _has_more(marks):
+    # A release before the gates would lose these marks, so it must not read them.
+    if marks.verdicts or marks.moved_s or marks.frozen or marks.reasons:
         more = {name: value for name, value in msgspec.structs.asdict(marks).items() if value}
         stored = {**stored, **more, "schema": _WITH_GATES}
     return msgspec.json.format(msgspec.json.encode(stored), indent=2) + b"\n"

@@ -42,6 +42,7 @@ from doll.task.records import Record, Records
 from doll.task.trees import objects, parts_of, tree_of
 
 _DTYPES: Final[dict[Any, Any]] = {bool: np.bool_, int: np.int64, float: np.float64}
+_json_reader: Callable[[type[msgspec.Struct]], FieldReader] = cache(JsonReader)
 
 
 class Columns(dict[str, npt.NDArray[Any]]):
@@ -225,9 +226,20 @@ class JsonTask(FieldsTask):
             Task.use_format(self, section, load=load, path=path)
 
 
-@cache
-def _json_reader(record: type[msgspec.Struct]) -> FieldReader:
-    return JsonReader(record)
+class JoinedRecord(msgspec.Struct, kw_only=True):
+    """The fields that a joiner adds to the features and labels. Subclass it for `FieldsTask.record`.
+
+    A record without them counts as the first record of its pair, with a label of age 0.
+
+    Attributes:
+        doll_label_age_s: seconds from the features to the label, or to the decision if there is no label.
+        doll_is_correction: whether the record corrects, retracts or confirms an earlier record of the same pair.
+        doll_replaced_label: the label of the record that this one corrects; None in a first record.
+    """
+
+    doll_label_age_s: float = 0.0
+    doll_is_correction: bool = False
+    doll_replaced_label: Any = None
 
 
 @cache

@@ -10,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from doll.tables.bounds import mixed
+
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MOST_IDS: Final = 1 << 63
 _KINDS: Final = (str, bytes, int, np.integer, NoneType)
@@ -42,9 +44,11 @@ def hash_ids(
         raise ValueError(f"size: expected 1 to 2**63, got {size}")
     if not columns:
         raise ValueError("expected at least one column")
-    state = _mixed(np.uint64(seed % (1 << 64)))
+    state = _next_number(np.uint64(seed % (1 << 64)))
     for column in columns:
-        state = _mixed(state ^ _numbers(column if isinstance(column, np.ndarray) else np.array(column, np.object_)))
+        state = _next_number(
+            state ^ _numbers(column if isinstance(column, np.ndarray) else np.array(column, np.object_))
+        )
     ids: npt.NDArray[np.int64] = (state % np.uint64(size)).astype(np.int64)
     return ids
 
@@ -53,7 +57,7 @@ def _numbers(column: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """Return 64 bits for each value."""
     if column.dtype.kind in "biu":
         # A negative integer and a large positive one have the same bits, so the sign counts, too.
-        numbers: npt.NDArray[np.uint64] = _mixed(column.astype(np.uint64)) ^ (column < 0).astype(np.uint64)
+        numbers: npt.NDArray[np.uint64] = _next_number(column.astype(np.uint64)) ^ (column < 0).astype(np.uint64)
         return numbers
     values = column.ravel().tolist()
     for kind in set(map(type, values)):
@@ -72,11 +76,8 @@ def _bits(value: Any) -> int:
     return int(_numbers(np.array([value], np.uint64 if value >= 0 else np.int64))[0])
 
 
-def _mixed(state: Any) -> Any:
+def _next_number(state: Any) -> Any:
     """Return the next number of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)
     for each state."""
     with np.errstate(over="ignore"):
-        mixed = state + _GOLDEN
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return mixed ^ (mixed >> np.uint64(31))
+        return mixed(state + _GOLDEN)

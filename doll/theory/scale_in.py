@@ -171,17 +171,11 @@ def fit_reference(steps: npt.ArrayLike, losses: npt.ArrayLike) -> ReferenceCurve
 
     Source: MLLess, Eq. (2); bounded least squares as in MLLess's public code.
     """
-    at, values = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
-    sigma = 1 / np.arange(1, len(at) + 1, dtype=np.float64)
-
-    def model(x: Floats, a: float, exponent: float, c: float, floor: float) -> Floats:
-        result: Floats = 1 / (a * x**exponent + c) + floor
-        return result
-
-    def start(first: float, last: float, floor: float) -> tuple[float, ...]:
-        return max(1 / (last - floor) - 1 / (first - floor), 0.1), 1.0, 1 / (first - floor), floor
-
-    fitted = _fit(model, at, values, start, upper=(np.inf, _MAX_EXPONENT, np.inf, np.inf), sigma=sigma)
+    at = np.asarray(steps, dtype=np.float64)
+    fitted = _fit(
+        lambda x, a, exponent, c, floor: 1 / (a * x**exponent + c) + floor, at, losses, lambda rise: (rise, 1.0),
+        upper=(np.inf, _MAX_EXPONENT, np.inf, np.inf), sigma=1 / np.arange(1, len(at) + 1, dtype=np.float64),
+    )  # fmt: skip
     if fitted is None:
         return None
     (a, exponent, c, floor), at_scale, scale = fitted
@@ -194,17 +188,11 @@ def fit_slow(steps: npt.ArrayLike, losses: npt.ArrayLike) -> SlowCurve | None:
 
     Source: MLLess, Eq. (3).
     """
-    at, values = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
-
-    def model(x: Floats, a: float, b: float, c: float, floor: float) -> Floats:
-        result: Floats = 1 / (a * x * x + b * x + c) + floor
-        return result
-
-    def start(first: float, last: float, floor: float) -> tuple[float, ...]:
-        rise = max(1 / (last - floor) - 1 / (first - floor), 0.1)
-        return rise / 2, rise / 2, 1 / (first - floor), floor
-
-    fitted = _fit(model, at, values, start, upper=(np.inf,) * 4)
+    at = np.asarray(steps, dtype=np.float64)
+    fitted = _fit(
+        lambda x, a, b, c, floor: 1 / (a * x * x + b * x + c) + floor, at, losses, lambda rise: (rise / 2, rise / 2),
+        upper=(np.inf,) * 4,
+    )  # fmt: skip
     if fitted is None:
         return None
     (a, b, c, floor), at_scale, scale = fitted
@@ -214,17 +202,19 @@ def fit_slow(steps: npt.ArrayLike, losses: npt.ArrayLike) -> SlowCurve | None:
 def _fit(
     model: Callable[..., Floats],
     at: Floats,
-    values: Floats,
-    start: Callable[[float, float, float], tuple[float, ...]],
+    losses: npt.ArrayLike,
+    start: Callable[[float], tuple[float, float]],
     *,
     upper: Sequence[float],
     sigma: Floats | None = None,
 ) -> tuple[tuple[float, ...], float, float] | None:
-    """Fit by bounded least squares, with steps and losses scaled to at most 1; return the constants and both scales."""
+    """Fit by bounded least squares, with steps and losses scaled to at most 1; return the constants and both scales.
+    `start`: returns the first two constants at which the search begins, for a rise of the inverse loss."""
     try:
         from scipy.optimize import curve_fit
     except ImportError as error:
         raise lacking("the scale-in tuner", "provision") from error
+    values = np.asarray(losses, dtype=np.float64)
     if len(at) < MIN_POINTS or at.shape != values.shape:
         return None
     if not (np.all(np.isfinite(values)) and np.all(values > 0) and at[0] > 0 and np.all(np.diff(at) > 0)):
@@ -233,12 +223,14 @@ def _fit(
     x, y = at / at_scale, values / scale
     floor = 0.8 * float(y.min())
     ends = max(1, len(y) // 10)
-    first, last = float(y[:ends].mean()), float(y[-ends:].mean())
+    # Inverse losses, above the floor.
+    first, last = (1 / (float(part.mean()) - floor) for part in (y[:ends], y[-ends:]))
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # a warning that the covariance, which is not used, cannot be estimated
         try:
             theta, _ = curve_fit(
-                model, x, y, p0=start(first, last, floor), sigma=sigma, bounds=(np.zeros(4), np.asarray(upper)),
+                model, x, y, p0=(*start(max(last - first, 0.1)), first, floor), sigma=sigma,
+                bounds=(np.zeros(4), np.asarray(upper)),
                 max_nfev=_MAX_EVALUATIONS, ftol=_PRECISION, xtol=_PRECISION, gtol=_PRECISION,
             )  # fmt: skip
         except (RuntimeError, ValueError):

@@ -25,9 +25,11 @@ from doll.config.source import (
 )
 from doll.errors import ConfigError
 from doll.extras import lacking
+from doll.records.bounded import short
 
 # The children of the job's seed, by purpose; a purpose that is added does not change the others.
 ARRIVALS, SAMPLES, CONCEPT, ORDER = range(4)
+_SHOWN_CHARS = 200
 
 
 def child_rng(seed: int, *key: int) -> np.random.Generator:
@@ -99,6 +101,16 @@ def open_streams(config: JobConfig, starts: Sequence[int], positions: Sequence[i
             for number, position in enumerate(positions or [0] * count)
         ],
     )  # fmt: skip
+
+
+def check_names(origin: str, names: Sequence[str], columns: Sequence[str]) -> None:
+    """Raise ConfigError if a file with the columns `names` lacks one of `columns`, or has it twice. `columns` empty:
+    all columns of the file. `origin`: the file, for the message."""
+    if absent := [name for name in columns if name not in names]:
+        has = short(", ".join(names), _SHOWN_CHARS)
+        raise ConfigError(f"{origin}: has no column {', '.join(absent)} (source.columns); it has {has}")
+    if twice := sorted({name for name in columns or names if names.count(name) > 1}):
+        raise ConfigError(f"{origin}: names column {', '.join(twice)} twice: which one is meant cannot be told")
 
 
 def _open_lines(config: JobConfig, source: CsvSource | JsonlSource, streams: Sequence[Stream]) -> list[Iterator[bytes]]:

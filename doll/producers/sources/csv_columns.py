@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from doll.errors import ConfigError
+from doll.producers.sources import check_names
 from doll.records.bounded import long_cells, short
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
 _MOST_LOGGED: Final = 20  # maximum number of rows that are logged for each stream
-_SHOWN_CHARS: Final = 200
 
 
 class CsvColumns:
@@ -31,13 +31,7 @@ class CsvColumns:
             names = self._cells(header.decode("utf-8-sig"))
         except (UnicodeDecodeError, csv.Error) as exc:
             raise ConfigError(f"{path}: expected a line of CSV that names its columns, got {short(exc)}") from exc
-        if lacking := [name for name in columns if name not in names]:
-            raise ConfigError(
-                f"{path}: has no column {', '.join(lacking)} (source.columns); it has "
-                f"{short(', '.join(names), _SHOWN_CHARS)}"
-            )
-        if twice := [name for name in columns if names.count(name) > 1]:
-            raise ConfigError(f"{path}: names column {', '.join(twice)} twice: which one is meant cannot be told")
+        check_names(str(path), names, columns)
         self._count = len(names)
         self._places = [names.index(name) for name in columns]
 

@@ -25,12 +25,11 @@ from pyarrow import fs
 from doll.config.source import HistorySource
 from doll.errors import ConfigError
 from doll.extras import lacking
-from doll.producers.handover import FileMark, identity
+from doll.producers.handover import US_PER_UNIT, FileMark, identity
 from doll.producers.sources.table_rows import Unreadable, check_columns, values_of, without_views
 from doll.records.bounded import short
 
 _NO_TIME: Final = np.iinfo(np.int64).min  # of a row without a time: it comes before the others of its piece
-_US_PER_UNIT: Final = {"s": 1_000_000, "ms": 1_000, "us": 1, "ns": 1}
 _METADATA: Final = re.compile(r"v?(\d+).*\.metadata\.json")
 _AT_ONCE: Final = 16  # files whose footers are read together
 
@@ -314,7 +313,7 @@ def _micros(column: Any, unit: str) -> npt.NDArray[np.int64]:
     values = column.fill_null(0).to_numpy(zero_copy_only=False)
     if values.dtype.kind == "f":
         known &= np.isfinite(values)
-        values = np.round(np.where(known, values, 0.0) * _US_PER_UNIT[unit]).astype(np.int64)
+        values = np.round(np.where(known, values, 0.0) * US_PER_UNIT[unit]).astype(np.int64)
     else:
-        values = values.astype(np.int64) * _US_PER_UNIT[unit]
+        values = values.astype(np.int64) * US_PER_UNIT[unit]
     return np.where(known, values // 1000 if unit == "ns" else values, _NO_TIME)

@@ -9,6 +9,7 @@ import msgspec
 import pyarrow as pa
 
 from doll.errors import ConfigError
+from doll.producers.sources import check_names
 from doll.records.bounded import short
 from doll.telemetry import get_logger
 
@@ -161,13 +162,7 @@ def check_columns(origin: str, schema: Any, columns: Sequence[str]) -> None:
     Raises:
         ConfigError: a column does not exist, or cannot be written as JSON.
     """
-    if lacking := [name for name in columns if name not in schema.names]:
-        raise ConfigError(
-            f"{origin}: has no column {', '.join(lacking)} (source.columns); it has "
-            f"{short(', '.join(schema.names), _SHOWN_CHARS)}"
-        )
-    if twice := sorted({name for name in columns or schema.names if schema.names.count(name) > 1}):
-        raise ConfigError(f"{origin}: names column {', '.join(twice)} twice: which one is meant cannot be told")
+    check_names(origin, schema.names, columns)
     for name in columns or schema.names:
         kind = schema.field(name).type
         try:

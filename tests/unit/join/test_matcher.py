@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from doll.config.join import JoinConfig
-from doll.join.entries import Entries, NoOverflow
+from doll.join.entries import Entries
 from doll.join.matcher import Decisions, Matcher
 from doll.join.rocks_overflow import RocksOverflow
 from doll.records.join_log import FEATURES, Pack, Progress, Routed, parse_restart
@@ -76,7 +76,7 @@ def random_play(rng: random.Random) -> Play:
 
 
 def new_matcher(play: Play, *, spills: bool = False) -> Matcher:
-    entries = Entries(2000, RocksOverflow()) if spills else Entries(1 << 30, NoOverflow())
+    entries = Entries(2000 if spills else 1 << 30, RocksOverflow())
     return Matcher(play.config, play.partitions, entries)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from doll.ledger import dead_letters
 from doll.ledger.balance import OffsetState
-from doll.ledger.dead_letters import DeadRecord
+from doll.ledger.dead_letters import DeadRecord, Selection
 from doll.records.control import DeadLetter, encode
 
 
@@ -16,8 +16,8 @@ def test_letters_that_came_twice_count_once() -> None:
     again = DeadLetter(worker=0, partition=0, offset=4, reason="second", payload=b"p", payload_bytes=1)
     note = msgspec.structs.replace(letter, code="replayed", replayed_as=9, payload=b"", payload_bytes=0)
 
-    def collect(letters: list[DeadLetter], offset_state: OffsetState = "dead", **more: Any) -> list[DeadRecord]:
-        return dead_letters.collect(letters, lambda partition, offset: offset_state, **more)
+    def collect(letters: list[DeadLetter], offset_state: OffsetState = "dead", reason: str = "") -> list[DeadRecord]:
+        return dead_letters.collect(letters, lambda partition, offset: offset_state, Selection(reason))
 
     (record,) = collect([letter, again, note])
     assert (record.letter, record.replayed_as, record.state) == (again, (9,), "replayed")
@@ -44,7 +44,7 @@ def test_records_are_chosen_by_code_and_by_text() -> None:
     ]
 
     def offsets(**chosen: Any) -> list[int]:
-        return [record.at[1] for record in dead_letters.collect(letters, lambda *_: "dead", **chosen)]
+        return [record.at[1] for record in dead_letters.collect(letters, lambda *_: "dead", Selection(**chosen))]
 
     assert offsets() == [1, 2]
     assert offsets(code="harmful") == [2]

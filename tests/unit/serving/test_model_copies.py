@@ -34,9 +34,10 @@ def test_two_copies_are_enough(copies: ModelCopies) -> None:
     (lane,) = copies.lanes
     for version in range(1, 20):
         copies.load(lane, stored(version))
-        with copies.used(lane) as copy:
-            assert copy.version.place.version == version
-            assert set(copy.model.flat.tolist()) == {version}
+        copy = copies.take(lane)
+        assert copy.version.place.version == version
+        assert set(copy.model.flat.tolist()) == {version}
+        copies.give_back(copy)
     assert len(copies._copies) == 2
     assert all(copy.model.grad.numel() == 0 for copy in copies._copies)
 
@@ -44,17 +45,18 @@ def test_two_copies_are_enough(copies: ModelCopies) -> None:
 def test_a_copy_that_is_used_is_not_loaded_before_it_is_free(copies: ModelCopies) -> None:
     (lane,) = copies.lanes
     copies.load(lane, stored(1))
-    with copies.used(lane) as copy:
-        copies.load(lane, stored(2))
-        thread = threading.Thread(target=copies.load, args=(lane, stored(3)))
-        thread.start()
-        with copies.used(lane) as newer:  # requests go on meanwhile
-            assert set(newer.model.flat.tolist()) == {2}
-        assert set(copy.model.flat.tolist()) == {1}
-        assert thread.is_alive()
+    copy = copies.take(lane)
+    copies.load(lane, stored(2))
+    thread = threading.Thread(target=copies.load, args=(lane, stored(3)))
+    thread.start()
+    newer = copies.take(lane)  # requests go on meanwhile
+    assert set(newer.model.flat.tolist()) == {2}
+    copies.give_back(newer)
+    assert set(copy.model.flat.tolist()) == {1}
+    assert thread.is_alive()
+    copies.give_back(copy)
     thread.join(60)
-    with copies.used(lane) as copy:
-        assert set(copy.model.flat.tolist()) == {3}
+    assert set(copies.take(lane).model.flat.tolist()) == {3}
 
 
 def test_lanes_with_one_version_share_its_copy(tmp_path: Path, copies: ModelCopies) -> None:
@@ -65,15 +67,16 @@ def test_lanes_with_one_version_share_its_copy(tmp_path: Path, copies: ModelCopi
     assert first.copy is second.copy
     for version in range(2, 10):
         shared.load(first, stored(version))
-        with shared.used(second) as copy:
-            assert set(copy.model.flat.tolist()) == {1}
+        copy = shared.take(second)
+        assert set(copy.model.flat.tolist()) == {1}
+        shared.give_back(copy)
     assert len(shared._copies) == 3
 
 
 def test_what_does_not_fit_or_does_not_compute_is_not_served(copies: ModelCopies) -> None:
     (lane,) = copies.lanes
-    with pytest.raises(LookupError), copies.used(lane):
-        pass
+    with pytest.raises(LookupError):
+        copies.take(lane)
     copies.load(lane, stored(1))
     with pytest.raises(ValueError, match="expected weights of shape"):
         copies.load(lane, stored(2, numel=7))
@@ -83,9 +86,9 @@ def test_what_does_not_fit_or_does_not_compute_is_not_served(copies: ModelCopies
 
     with pytest.raises(RuntimeError):
         copies.load(lane, stored(3), refuse)
-    with copies.used(lane) as copy:
-        assert copy.version.place.version == 1
-        assert set(copy.model.flat.tolist()) == {1}
+    copy = copies.take(lane)
+    assert copy.version.place.version == 1
+    assert set(copy.model.flat.tolist()) == {1}
 
 
 def test_frozen_parameters_are_in_memory_once() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from doll.theory.sequences import BoundedMeanSequence, MeanSequence, delayed_start_factor
+from doll.theory.sequences import MeanSequence, delayed_start_factor
 from fuzzing import examples
 
 STREAMS = examples(2_000)
@@ -68,28 +68,5 @@ def test_samples_come_in_any_parts() -> None:
     width = delayed_start_factor(500, 50) * values.std(ddof=1) / math.sqrt(500)
     assert whole.interval() == pytest.approx((values.mean() - width, values.mean() + width))
     assert MeanSequence(50).interval() == (-math.inf, math.inf)
-
-
-def test_bounded_means_are_within_from_the_first_sample_on() -> None:
-    rng, outside = np.random.default_rng(8), 0
-    for _ in range(300):
-        sequence = BoundedMeanSequence()
-        for part in np.array_split((rng.random(600) < 0.2).astype(float), 9):
-            sequence.add(part)
-        low, high = sequence.interval()
-        outside += not low <= 0.2 <= high
-    assert outside <= 0.05 * 300
-    assert high - low < 0.2
-
-
-def test_bounded_samples_come_in_any_parts_and_others_are_refused() -> None:
-    values = np.random.default_rng(2).random(400)
-    whole, parts = BoundedMeanSequence(), BoundedMeanSequence()
-    whole.add(values)
-    for value in values:
-        parts.add(np.array([value]))
-    assert parts.interval() == pytest.approx(whole.interval())
-    with pytest.raises(ValueError, match="expected samples between 0 and 1"):
-        whole.add(np.array([1.5]))
     with pytest.raises(ValueError, match="expected at least 2 samples"):
         MeanSequence(1)
