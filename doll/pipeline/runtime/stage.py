@@ -299,8 +299,8 @@ class Stage:
             draw_from(seed, self.device.name)
         module = replica.module.train()
         n = num_samples
-        if n == 1:
-            _use_running_stats(module)
+        if n == 1:  # one sample has no variance
+            replica.use_running_stats()
         received = trees.mapped(self.device.put, x)
         inputs = passes.Inputs(received, None, None, None if group is None else self.device.put(group), n, weight)
         if self._is_first and self._is_last:
@@ -401,10 +401,3 @@ def _replica(module: torch.nn.Module) -> torch.nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach()
     return copy.deepcopy(module, memo)
-
-
-def _use_running_stats(module: torch.nn.Module) -> None:
-    """Normalise with the statistics so far, because one sample has no variance."""
-    for part in module.modules():
-        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
-            part.eval()
