@@ -95,7 +95,22 @@ def add_in_order(pieces: Sequence[Rows]) -> Rows:
 
 def add_where_equal(ids: Ids, values: Floats, other: Rows) -> None:
     """Add the rows of `other` to `values`, shape (n, width), in place, if their ids are in the increasing `ids`."""
-    if len(other.ids):
-        at = np.minimum(np.searchsorted(other.ids, ids), len(other.ids) - 1)
-        is_in = other.ids[at] == ids
-        values[is_in] += other.values[at[is_in]]
+    is_in, at = found(ids, other.ids)
+    values[is_in] += other.values[at]
+
+
+def write_where_equal(ids: Ids, values: Floats, other: Rows) -> npt.NDArray[np.bool_]:
+    """Replace the rows in `values`, shape (n, width), whose ids are also in `other`. Return a mask of these rows."""
+    is_in, at = found(ids, other.ids)
+    values[is_in] = other.values[at]
+    return is_in
+
+
+def found(ids: Ids, known: Ids) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """Return a mask of the `ids` that are in `known`, which is strictly increasing, and the index of each of them
+    there."""
+    if not len(known):
+        return np.zeros(len(ids), np.bool_), np.empty(0, np.int64)
+    at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    is_in: npt.NDArray[np.bool_] = known[at] == ids
+    return is_in, at[is_in]

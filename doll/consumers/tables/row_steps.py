@@ -59,7 +59,7 @@ class RowSteps:
         return len(self._last_use) * self._row_bytes
 
     def step(self, rows: Floats, gradient: Rows, scale: float) -> Rows:
-        """Return the changes of these rows by one step. The caller adds them with INC (`RowCache.inc`).
+        """Return the changes of these rows by one step. The caller adds them with INC (`OpLog.inc`).
 
         Args:
             rows: the rows `gradient.ids` as the worker sees them, float32, shape (n, width).
