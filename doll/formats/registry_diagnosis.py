@@ -60,11 +60,8 @@ def ask_registry(section: AvroFormat) -> Iterator[Check]:
 
 
 def fields_of(file: Path) -> tuple[str, ...]:
-    """Return the names of the fields of the schema in a file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a schema of a record.
-    """
+    """Return the names of the fields of the schema in a file. Raise ConfigError if the file cannot be read, or is not a
+    schema of a record."""
     try:
         return _fields(RegisteredSchema(file.read_text(encoding="utf-8"), "AVRO"), str(file))
     except (OSError, ValueError) as exc:

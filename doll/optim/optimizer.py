@@ -172,11 +172,8 @@ class Updater(ABC):
         return tensors if self._average is None else tensors | {AVERAGE: self._average.numpy().copy()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from a checkpoint's tensors.
-
-        Raises:
-            CheckpointError: the weights are missing, or of another shape.
-        """
+        """Continue from a checkpoint's tensors. Raise CheckpointError if the weights are missing, or of another
+        shape."""
         weights = tensors.get(WEIGHTS)
         try:
             if weights is None:

@@ -41,11 +41,8 @@ class Layer(NamedTuple):
 
 
 def layers_of(task: Task, model: torch.nn.Module) -> list[Layer]:
-    """Return layers that together compute the model's output; `task.forward` calls the first one.
-
-    Raises:
-        ConfigError: the model cannot be cut.
-    """
+    """Return layers that together compute the model's output; `task.forward` calls the first one. Raise ConfigError if
+    the model cannot be cut."""
     name = type(model).__name__
     if task.defines_step:
         raise ConfigError(f"{type(task).__name__} defines step(): a pipeline computes gradients, it cannot be cut")

@@ -77,11 +77,8 @@ def homes_of(module: torch.nn.Module, whole: FlatModel) -> dict[str, int]:
 
 
 def home(tensor: torch.Tensor, flat: torch.Tensor) -> int:
-    """Return the index in `flat`, float32, of the first number of `tensor`, which must be a view of `flat`.
-
-    Raises:
-        ConfigError: `tensor` is not a view of `flat`.
-    """
+    """Return the index in `flat`, float32, of the first number of `tensor`. Raise ConfigError if `tensor` is not a view
+    of `flat`."""
     at, odd = divmod(tensor.data_ptr() - flat.data_ptr(), 4)
     if odd or not 0 <= at <= len(flat):
         raise ConfigError("a parameter of the model is not in its vector: it is shared between layers, or replaced")
@@ -201,11 +198,8 @@ class Stage:
                 flat[piece] += self._read(number, piece)
 
     def commit(self, commit: Commit) -> None:
-        """Apply the gradient in the slot as a step, or drop it; end the wave if the commit does.
-
-        Raises:
-            DivergedError: a number of the weights or of the optimizer's state is not finite.
-        """
+        """Apply the gradient in the slot as a step, or drop it; end the wave if the commit does. Raise DivergedError if
+        a number of the weights or of the optimizer's state is not finite."""
         if commit.scale and commit.slot >= 0:
             weights, n = self.weights, self._local.num_parameters
             gradient = self._local.grad

@@ -281,11 +281,8 @@ class StageProcess:
 
 
 def _problem(exc: Exception) -> str:
-    """Return the problem of a minibatch, if its samples may be its cause.
-
-    Raises:
-        Exception: `exc`, if the cause is this machine, or an error of the task that does not depend on the samples.
-    """
+    """Return the problem of a minibatch, if its samples may be its cause. Raise `exc` if the cause is this machine, or
+    an error of the task that does not depend on the samples."""
     if isinstance(exc, MemoryError | OSError | LinkClosedError | TaskError):
         raise exc
     if "allocate memory" in str(exc) or "out of memory" in str(exc):
