@@ -19,11 +19,8 @@ _SHOWN_CHARS: Final = 120
 
 
 def ask_registry(section: AvroFormat) -> Iterator[Check]:
-    """Yield the checks of a format's registry, except for its address, with the credentials of this process.
-
-    Args:
-        section: the section of a format that has a registry.
-    """
+    """Yield the checks of the registry of a format that has one, except for its address, with the credentials of this
+    process."""
     assert section.registry is not None, "the caller has looked"
     subject, begun_s = section.subject, time.perf_counter()
     registered, missing = None, ""

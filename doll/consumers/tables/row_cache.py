@@ -56,10 +56,6 @@ class OpLog:
         self._open = no_rows(width)
         self._closed: deque[tuple[int, Rows]] = deque()  # (batch, its steps)
 
-    def __len__(self) -> int:
-        """Return the number of batches whose steps are kept, without the open batch."""
-        return len(self._closed)
-
     def inc(self, steps: Rows) -> None:
         """Add steps to the steps of the open batch (INC)."""
         self._open = add_in_order([self._open, steps]) if len(self._open.ids) else steps

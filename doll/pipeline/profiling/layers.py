@@ -437,11 +437,7 @@ class _Value(torch.nn.Module):
 
 def _own_parameters_as_modules(traced: fx.GraphModule, buffers: Set[int]) -> dict[fx.Node, fx.Node]:
     """Replace each use of a parameter with a module that returns the parameter. Otherwise `split_module` would pass the
-    parameter from part to part.
-
-    Returns:
-        The nodes of these modules, each with the node that uses it.
-    """
+    parameter from part to part. Return the nodes of these modules, each with the node that uses it."""
     values: dict[fx.Node, fx.Node] = {}
     for node in [node for node in traced.graph.nodes if node.op == "get_attr"]:
         value: Any = traced

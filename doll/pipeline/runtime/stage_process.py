@@ -62,10 +62,6 @@ class Links:
     def all(self) -> list[StageLink]:
         return [link for link in (self.control, self.before, self.following) if link is not None]
 
-    def close(self) -> None:
-        for link in self.all:
-            link.close()
-
 
 @dataclass(frozen=True)
 class SharedVectors:

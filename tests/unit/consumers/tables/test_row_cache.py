@@ -133,7 +133,7 @@ def test_rows_are_of_an_allowed_version_with_own_steps_on_top(trace: list[tuple[
             own.pop(len(own) - 1)
             open_steps = np.zeros_like(open_steps)
         assert len(cache) <= capacity
-        assert len(cache.own) <= len(own)
+        assert len(cache.own._closed) <= len(own)
     everything = np.arange(NUM_ROWS)
     assert cache.get(everything, server.version, server.fetch).tolist() == view(server.version).tolist()
 
@@ -187,7 +187,7 @@ def test_own_steps_are_read_at_once_and_counted_once() -> None:
     server.apply(pushed, 1)
     assert cache.get(ids({3, 4}), 2, server.fetch)[:, 0].tolist() == [113, 1], "in version 2: not added again"
     cache.granted(2, 1)
-    assert (len(cache.own), len(cache.own._open.ids)) == (0, 1)
+    assert (len(cache.own._closed), len(cache.own._open.ids)) == (0, 1)
 
 
 def test_own_steps_stay_on_top_of_a_pushed_row() -> None:
@@ -202,7 +202,7 @@ def test_own_steps_stay_on_top_of_a_pushed_row() -> None:
     assert cache.merge(*server.push())
     assert cache.get(ids({3}), 2, server.fetch)[0, 0] == 103, "100 of others, 1 in the push, 2 on top"
     cache.granted(2, 1)
-    assert len(cache.own) == 1, "the server has batch 0, not batch 1"
+    assert len(cache.own._closed) == 1, "the server has batch 0, not batch 1"
     server.apply(rows({3: 100}), 1)
     assert cache.get(ids({3}), 3, server.fetch)[0, 0] == 203
 
