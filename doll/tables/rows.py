@@ -7,12 +7,13 @@ of hashed features, counts. Only the rows that a batch uses are sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from isal.isal_zlib import crc32
 
+T = TypeVar("T", bound=np.generic)
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 CHUNK: Final = 4096  # consecutive numbers of a vector; sparse rounds send the largest of each chunk
@@ -66,6 +67,13 @@ class Patch(NamedTuple):
 def checksum_of(rows: Floats) -> int:
     """Return the CRC-32 of these rows, shape (n, width)."""
     return crc32(np.ascontiguousarray(rows, "<f4").reshape(-1).view(np.uint8).data)
+
+
+def grown(array: npt.NDArray[T], num_rows: int) -> npt.NDArray[T]:
+    """Return a copy of `array` with `num_rows` rows, of which the new ones are zero."""
+    larger: npt.NDArray[T] = np.zeros((num_rows, *array.shape[1:]), array.dtype)
+    larger[: len(array)] = array
+    return larger
 
 
 def no_rows(width: int) -> Rows:
