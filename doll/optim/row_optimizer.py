@@ -122,18 +122,21 @@ class LazyAdam(RowOptimizer):
         return rows + -size * mean.div(square.sqrt().add_(_ADAM_EPSILON))
 
 
+@dataclass
 class Decayed(RowOptimizer):
     """An optimizer that multiplies the row by `factor` before its step: decoupled weight decay (Loshchilov and Hutter,
     ICLR 2019). It is lazy, since a row without a gradient has no step."""
 
-    def __init__(self, optimizer: RowOptimizer, factor: float) -> None:
-        self._optimizer, self._factor = optimizer, factor
-        self.state_names, self.is_rowwise = optimizer.state_names, optimizer.is_rowwise
+    optimizer: RowOptimizer
+    factor: float
+
+    def __post_init__(self) -> None:
+        self.state_names, self.is_rowwise = self.optimizer.state_names, self.optimizer.is_rowwise
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
     ) -> torch.Tensor:
-        return self._optimizer.step(rows * self._factor, gradient, state, number)
+        return self.optimizer.step(rows * self.factor, gradient, state, number)
 
 
 def state_width(optimizer: RowOptimizer, width: int) -> int:
