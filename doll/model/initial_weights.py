@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -73,6 +73,9 @@ class InitReport:
         if self.frozen:
             lines.append(f"frozen, so as build_model() makes them, not as in the source: {_named(self.frozen)}")
         return "\n  ".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -182,7 +181,7 @@ class _Launch:
             chain = checkpoint.chain if checkpoint is not None else b""
         if initial is not None:
             initial.load_into(model)
-            log.info("initial_weights", **asdict(initial.report))
+            log.info("initial_weights", **initial.report.to_dict())
         parts = updater, tables = make_parts(config.training, model)
         if initial is not None:
             start = begun_with(config, start, parts.tensors(), self._fingerprint, initial.report.source)

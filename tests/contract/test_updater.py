@@ -177,7 +177,7 @@ def test_the_apply_step_takes_contributions_in_the_updates_order(make: Callable[
     assert buffer.apply(update((2, "k2", 4), (4, "", 0), (1, "k1", 3))) == 7
     by_hand.apply([b, a], 0.125, 7)
     assert updater.weights.tobytes() == by_hand.weights.tobytes()
-    assert len(buffer._waiting) == 1
+    assert len(buffer) == 1
 
 
 def test_a_contribution_that_never_came_is_an_error(make: Callable[[], Updater]) -> None:
@@ -232,6 +232,6 @@ def test_a_dropped_contribution_is_applied_by_no_update(make: Callable[[], Updat
     buffer = ContributionBuffer(make())
     buffer.put(1, contributions(1)[0])
     buffer.drop(1)
-    assert not buffer._waiting
+    assert len(buffer) == 0
     with pytest.raises(KeyError):
         buffer.drop(1)

@@ -53,6 +53,9 @@ class ContributionBuffer:
         self._waiting: dict[int, _WaitingSet] = {}
         self._added: list[int] = []  # sets whose contributions are already in the updater's sum, in order
 
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._added)
+
     def put(
         self, grant_id: int, contribution: Contribution, *, rows: Mapping[str, Rows] = _NO_ROWS, in_order: bool = False
     ) -> None:
