@@ -19,11 +19,7 @@ from doll.formats.registry import RegistryClient
 
 
 def require_format(section: FormatSection | None) -> None:
-    """Check that the packages that decode a format are installed.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Raise ConfigError if a package that decodes this format is not installed."""
     if isinstance(section, AvroFormat | ProtobufFormat):
         require(f"data.format.kind: {section.kind}", section.kind)
 

@@ -210,11 +210,8 @@ def read_alike(read: _Read, values: Sequence[bytes], begin: int) -> list[Any]:
 
 
 def read_value(read: _Read, value: bytes, begin: int) -> Any:
-    """Return the fields of a value; they begin after `begin` bytes.
-
-    Raises:
-        SampleError: the value is shorter or longer than its schema requires, or a field cannot be read.
-    """
+    """Return the fields of a value; they begin after `begin` bytes. Raise SampleError if the value is shorter or longer
+    than its schema requires, or a field cannot be read."""
     stream = BytesIO(value)
     stream.seek(begin)
     try:
@@ -239,11 +236,7 @@ def check_end(stream: BytesIO, value: bytes) -> None:
 
 
 def check_fields(record: type[msgspec.Struct], schema: Any, name: str) -> None:
-    """Check that the schema of a record has the fields that `record` requires.
-
-    Raises:
-        SampleError: the schema lacks such a field.
-    """
+    """Raise SampleError if the schema of a record lacks a field that `record` requires."""
     names = [field["name"] for field in schema["fields"]]
     if lacking := missing(record, names):
         raise SampleError(
@@ -254,11 +247,7 @@ def check_fields(record: type[msgspec.Struct], schema: Any, name: str) -> None:
 
 
 def parsed_schema(registered: RegisteredSchema, name: str) -> Any:
-    """Parse the schema of a record.
-
-    Raises:
-        SampleError: the text is not an Avro schema of a record.
-    """
+    """Parse the schema of a record. Raise SampleError if the text is not an Avro schema of a record."""
     if registered.kind != "AVRO":
         raise SampleError(f"{name}: expected an Avro schema (data.format.kind), got one of kind {registered.kind}")
     named: dict[str, Any] = {}

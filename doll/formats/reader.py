@@ -165,11 +165,7 @@ def check_headers(values: Sequence[bytes]) -> None:
 
 
 def check_header(value: bytes) -> None:
-    """Refuse a value that lacks the header of a schema registry.
-
-    Raises:
-        SampleError: the value has no such header.
-    """
+    """Raise SampleError if a value lacks the header of a schema registry."""
     if len(value) < HEADER_BYTES or value[:1] != _MAGIC:
         raise SampleError(
             "expected the header of a schema registry, a byte 0 and 4 bytes of a schema id, got "

@@ -19,11 +19,8 @@ _SHOWN_CHARS: Final = 120
 
 
 def ask_registry(section: AvroFormat) -> Iterator[Check]:
-    """Yield the checks of a format's registry, except for its address, with the credentials of this process.
-
-    Args:
-        section: the section of a format that has a registry.
-    """
+    """Yield the checks of the registry of a format that has one, except for its address, with the credentials of this
+    process."""
     assert section.registry is not None, "the caller has looked"
     subject, begun_s = section.subject, time.perf_counter()
     registered, missing = None, ""
@@ -60,11 +57,8 @@ def ask_registry(section: AvroFormat) -> Iterator[Check]:
 
 
 def fields_of(file: Path) -> tuple[str, ...]:
-    """Return the names of the fields of the schema in a file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a schema of a record.
-    """
+    """Return the names of the fields of the schema in a file. Raise ConfigError if the file cannot be read, or is not a
+    schema of a record."""
     try:
         return _fields(RegisteredSchema(file.read_text(encoding="utf-8"), "AVRO"), str(file))
     except (OSError, ValueError) as exc:

@@ -10,7 +10,7 @@ import torch
 from doll.errors import ConfigError
 
 
-def resolve(setting: str, worker: int, *, field: str = "worker.device") -> str:
+def resolve(setting: str, worker: int) -> str:
     """Return the device of worker number `worker`: `cpu`, `cuda:N` or `mps`.
 
     `auto` and `cuda` distribute workers over the CUDA devices by their numbers.
@@ -33,4 +33,4 @@ def resolve(setting: str, worker: int, *, field: str = "worker.device") -> str:
         return setting
     there = ["cpu", *(f"cuda:{number}" for number in range(count)), *(["mps"] if has_mps else [])]
     why = "" if torch.version.cuda or not setting.startswith("cuda") else "; this build of torch has no CUDA"
-    raise ConfigError(f"{field}: expected a device of this machine ({', '.join(there)}), got {setting!r}{why}")
+    raise ConfigError(f"worker.device: expected a device of this machine ({', '.join(there)}), got {setting!r}{why}")

@@ -153,6 +153,12 @@ class FlatModel:
                 parameter.grad = home
         self._counts = [home._version for _, home in self._gradients]
 
+    def use_running_stats(self) -> None:
+        """Make batch norm use its running statistics until the module's `train` is called again."""
+        for part in self.module.modules():
+            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+                part.eval()
+
     def absent(self) -> int:
         """Return a bit mask of the parameters without a gradient since `begin_gradient`: bit i is for parameter i.
 

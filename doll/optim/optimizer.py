@@ -172,11 +172,8 @@ class Updater(ABC):
         return tensors if self._average is None else tensors | {AVERAGE: self._average.numpy().copy()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from a checkpoint's tensors.
-
-        Raises:
-            CheckpointError: the weights are missing, or of another shape.
-        """
+        """Continue from a checkpoint's tensors. Raise CheckpointError if the weights are missing, or of another
+        shape."""
         weights = tensors.get(WEIGHTS)
         try:
             if weights is None:
@@ -224,11 +221,14 @@ class Optimizer(Updater):
         self._norm_of_tables = norm_of_tables
         self._state: dict[str, torch.Tensor] = {}  # with the names of torch's optimizer classes
         self._by_version = by_version
-        self._schedule: Schedule | None = None
-        if schedule and not isinstance(config, TorchConfig):
-            self._rates = Rates(config)
-            self._groups = GroupValues(self._rates)
-            self._schedule = Schedule(schedule, self._rates, self._groups)
+        self._schedule = self._make_schedule(schedule)
+
+    def _make_schedule(self, parts: Sequence[SchedulePart]) -> Schedule | None:
+        if not parts or isinstance(self._config, TorchConfig):
+            return None
+        self._rates = Rates(self._config)
+        self._groups = GroupValues(self._rates)
+        return Schedule(parts, self._rates, self._groups)
 
     @property
     def metric(self) -> str | None:  # type: ignore[override]
@@ -266,13 +266,13 @@ class Optimizer(Updater):
         """Return the parts of the state that are sums or means of squares."""
         return (self._state[key] for key in SQUARES if key in self._state)
 
-    def _clip(self, gradient: torch.Tensor, beside: float) -> float:
-        """Clip by value, and return the factor that clips by norm. `beside`: norm of further gradients."""
+    def _clip(self, gradient: torch.Tensor, further: float) -> float:
+        """Clip by value, and return the factor that clips by norm. `further`: norm of further gradients."""
         if self._clip_value is not None:
             expect_finite(gradient)
             gradient.clamp_(-self._clip_value, self._clip_value)
         if self._clip_norm is not None:
-            self.clipped_by = _clip(gradient, self._clip_norm, beside)
+            self.clipped_by = _clip(gradient, self._clip_norm, further)
         return self.clipped_by
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
@@ -490,9 +490,9 @@ def diverged(what: str) -> DivergedError:
     )
 
 
-def _clip(gradient: torch.Tensor, longest: float, beside: float) -> float:
-    """Return the factor that limits the norm of `gradient` and a further part of norm `beside` to `longest`."""
-    norm = math.sqrt(sum(_norm(gradient[part]) ** 2 for part in _slices(slice(0, len(gradient)))) + beside**2)
+def _clip(gradient: torch.Tensor, longest: float, further: float) -> float:
+    """Return the factor that limits the norm of `gradient` and a part of norm `further` to `longest`."""
+    norm = math.sqrt(sum(_norm(gradient[part]) ** 2 for part in _slices(slice(0, len(gradient)))) + further**2)
     return longest / norm if norm > longest else 1.0
 
 

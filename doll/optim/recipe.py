@@ -59,7 +59,9 @@ def check_recipe(training: TrainingConfig, model: FlatModel) -> None:
             )
     if isinstance(training.optimizer, TorchConfig):
         if not model.num_parameters:
-            raise ConfigError("training.optimizer.class: expected parameters beside the tables, got none: remove it")
+            raise ConfigError(
+                "training.optimizer.class: expected parameters in addition to the tables, got none: remove it"
+            )
         check_torch_optimizer(model, training.optimizer, training.schedule)
     elif training.schedule:
         make_optimizer(training, model)

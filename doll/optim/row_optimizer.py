@@ -8,9 +8,10 @@ Adagrad.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, assert_never
+from typing import assert_never
 
 import torch
 
@@ -29,16 +30,19 @@ _ADAM_EPSILON = 1e-8
 _ADAGRAD_EPSILON = 1e-10
 
 
-class RowOptimizer(Protocol):
-    """An optimizer of rows. `state_names` are the names of the parts of its state, which are zero at first."""
+class RowOptimizer(ABC):
+    """An optimizer of rows.
 
-    @property
-    def state_names(self) -> tuple[str, ...]: ...
+    Attributes:
+        state_names: names of the parts of its state, which are zero at first.
+        is_rowwise: whether each part of the state has one number for each row, instead of one for each number of the
+            row.
+    """
 
-    @property
-    def is_rowwise(self) -> bool:
-        """Whether each part of the state has one number for each row, instead of one for each number of the row."""
+    state_names: tuple[str, ...] = ()
+    is_rowwise: bool = False
 
+    @abstractmethod
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
     ) -> torch.Tensor:
@@ -51,13 +55,11 @@ class RowOptimizer(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class RowSgd:
+@dataclass(frozen=True)
+class RowSgd(RowOptimizer):
     """Stochastic gradient descent."""
 
     lr: float
-    state_names: ClassVar[tuple[str, ...]] = ()
-    is_rowwise: ClassVar[bool] = False
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
@@ -65,8 +67,8 @@ class RowSgd:
         return torch.add(rows, gradient, alpha=-self.lr)
 
 
-@dataclass(frozen=True, slots=True)
-class RowAdagrad:
+@dataclass(frozen=True)
+class RowAdagrad(RowOptimizer):
     """Adagrad (Duchi, Hazan, Singer, JMLR 12, 2011), diagonal.
 
     Attributes:
@@ -75,8 +77,7 @@ class RowAdagrad:
 
     lr: float
     initial_accumulator: float = 0.0
-    state_names: ClassVar[tuple[str, ...]] = ("sum",)
-    is_rowwise: ClassVar[bool] = False
+    state_names = ("sum",)
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
@@ -89,7 +90,7 @@ class RowAdagrad:
         return torch.add(rows, gradient / total.sqrt().add_(_ADAGRAD_EPSILON), alpha=-self.lr)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowwiseAdagrad(RowAdagrad):
     """Adagrad with one sum for each row. Each step adds the mean of the squares of the row's gradient to this sum.
 
@@ -97,20 +98,19 @@ class RowwiseAdagrad(RowAdagrad):
     (2021). TorchRec's `RowWiseAdagrad` is the same and has the same epsilon.
     """
 
-    state_names: ClassVar[tuple[str, ...]] = ("row_sum",)
-    is_rowwise: ClassVar[bool] = True
+    state_names = ("row_sum",)
+    is_rowwise = True
 
 
-@dataclass(frozen=True, slots=True)
-class LazyAdam:
+@dataclass(frozen=True)
+class LazyAdam(RowOptimizer):
     """Adam that changes the moments of a row only if the row has a gradient. The bias is corrected by the number of the
     table's steps, as in torch's `SparseAdam`."""
 
     lr: float
     beta1: float = 0.9
     beta2: float = 0.999
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    is_rowwise: ClassVar[bool] = False
+    state_names = ("exp_avg", "exp_avg_sq")
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
@@ -122,21 +122,16 @@ class LazyAdam:
         return rows + -size * mean.div(square.sqrt().add_(_ADAM_EPSILON))
 
 
-@dataclass(frozen=True, slots=True)
-class Decayed:
+@dataclass
+class Decayed(RowOptimizer):
     """An optimizer that multiplies the row by `factor` before its step: decoupled weight decay (Loshchilov and Hutter,
     ICLR 2019). It is lazy, since a row without a gradient has no step."""
 
     optimizer: RowOptimizer
     factor: float
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return self.optimizer.state_names
-
-    @property
-    def is_rowwise(self) -> bool:
-        return self.optimizer.is_rowwise
+    def __post_init__(self) -> None:
+        self.state_names, self.is_rowwise = self.optimizer.state_names, self.optimizer.is_rowwise
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int

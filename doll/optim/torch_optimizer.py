@@ -7,7 +7,7 @@ works on the same tensors. If the new weights must be in other memory, they are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -29,27 +29,20 @@ _NAMES_SHOWN: Final = 8
 
 
 class TorchOptimizer(Optimizer):
-    """An `Optimizer` with an optimizer class of torch or another package."""
+    """An `Optimizer` with an optimizer class of torch or another package. Raises ConfigError (see `TorchSteps`)."""
 
-    def __init__(
-        self, model: FlatModel, config: TorchConfig, clip_norm: float | None = None, *,
-        clip_value: float | None = None, schedule: Sequence[SchedulePart] = (), by_version: bool = False,
-        ema: float | None = None, norm_of_tables: Callable[[], float] = lambda: 0.0,
-    ) -> None:  # fmt: skip
-        """Make the optimizer. Raises ConfigError (see `TorchSteps`)."""
-        super().__init__(
-            model, config, clip_norm, clip_value=clip_value, by_version=by_version, ema=ema,
-            norm_of_tables=norm_of_tables,
-        )  # fmt: skip
+    def _make_schedule(self, parts: Sequence[SchedulePart]) -> Schedule | None:
+        """Make the optimizer of the class, and its schedule."""
+        assert isinstance(self._config, TorchConfig)
         self._parameters: dict[str, torch.Tensor] = {}
         at = 0
-        for name, parameter in _trainable(model).items():
+        for name, parameter in _trainable(self._model).items():
             here = slice(at, at := at + parameter.numel())
             view = torch.nn.Parameter(self._own[here].view(parameter.shape))
             view.grad = self._sum[here].view(parameter.shape)
             self._parameters[name] = view
-        self._steps = TorchSteps(self._parameters, config, schedule)
-        self._schedule = self._steps.schedule
+        self._steps = TorchSteps(self._parameters, self._config, parts)
+        return self._steps.schedule
 
     def _state_tensors(self) -> dict[str, npt.NDArray[Any]]:
         return self._steps.tensors()
@@ -60,7 +53,7 @@ class TorchOptimizer(Optimizer):
     def _squares(self) -> Iterable[torch.Tensor]:
         return (part for _, key, part in self._steps.state() if key in SQUARES and isinstance(part, torch.Tensor))
 
-    def _clip(self, gradient: torch.Tensor, beside: float) -> float:
+    def _clip(self, gradient: torch.Tensor, further: float) -> float:
         """Clip as torch.nn.utils does, to the bit."""
         parameters = self._parameters.values()
         if self._clip_value is not None:
@@ -70,8 +63,8 @@ class TorchOptimizer(Optimizer):
             norm = torch.nn.utils.get_total_norm(
                 [parameter.grad for parameter in parameters if parameter.grad is not None], foreach=False
             )
-            if beside:
-                norm = torch.hypot(norm, norm.new_tensor(beside))
+            if further:
+                norm = torch.hypot(norm, norm.new_tensor(further))
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm, foreach=False)
             self.clipped_by = min(1.0, self._clip_norm / (float(norm) + _NORM_EPSILON))
         return 1.0

@@ -70,9 +70,9 @@ def out_of_memory(error: BaseException, limit_bytes: float | None) -> TaskError 
         return None
     first = str(error).partition("\n")[0][:_MAX_REASON_CHARS] or type(error).__name__
     return TaskError(
-        f"out of memory: a process of this worker needs more than worker.memory_bytes, {limit_bytes / 1e6:g} MB beside "
-        "what the interpreter and its libraries take: divide the model (worker.pipeline, or more of its stages), or "
-        f"set a smaller data.batch_size or a larger worker.memory_bytes ({first})"
+        f"out of memory: a process of this worker needs more than worker.memory_bytes, {limit_bytes / 1e6:g} MB in "
+        "addition to what the interpreter and its libraries take: divide the model (worker.pipeline, or more of its "
+        f"stages), or set a smaller data.batch_size or a larger worker.memory_bytes ({first})"
     )
 
 

@@ -9,7 +9,7 @@ newest version, the records between the two versions are skipped (docs/decisions
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -63,16 +63,12 @@ class RollbackOutcome:
         )
 
 
-def rollback(
-    config: JobConfig, store: CheckpointStore, to: int, *, skip: bool, above_term: int = 0,
-    checked: Callable[[], object] = lambda: None,
-) -> RollbackOutcome:  # fmt: skip
+def rollback(config: JobConfig, store: CheckpointStore, to: int, *, skip: bool, above_term: int = 0) -> RollbackOutcome:
     """Make version `to` of `store` the newest version again. No server may serve the job during this call.
 
     Args:
         skip: True: the samples since version `to` are not learned again.
         above_term: highest term that is known from elsewhere.
-        checked: function that is called after all checks and before the first change.
 
     Raises:
         VersionUnknownError: version `to` is not kept, or another rollback has abandoned it.
@@ -82,7 +78,6 @@ def rollback(
     """
     torch.set_num_threads(1)
     _begin(config, store, to, skip=skip, term=0)
-    checked()
     term = store.claim_term(above_term)
     fault_point("rollback.after_claim")
     checkpoint, result = _begin(config, store, to, skip=skip, term=term)
@@ -116,7 +111,7 @@ def _begin(
         earlier, last, config.data.records_per_batch, config.training.policy.name, term=term, skip=skip
     )  # fmt: skip
     checkpoint, optimizer_state = converted(config, store, then, state, term=term, command="doll rollback")
-    ends = zip_longest(_ends(earlier), _ends(last), fillvalue=0)
+    ends = zip_longest(closed(earlier).ends, closed(last).ends, fillvalue=0)
     return checkpoint, RollbackOutcome(
         config.job, to, newest.version, state.version, term, state.grid, state.origins,
         sum(until - begin for begin, until in ends), skip, optimizer_state,
@@ -132,8 +127,8 @@ def rolled_back(
     term of the checkpoint that will hold the state. `skip`: True: the grid begins where `newest` ends.
     """
     version, num = newest.version + 1, len(newest.origins)
-    ends = _padded(_ends(earlier), num)
-    skipped = tuple(until - end for until, end in zip(_ends(newest), ends, strict=True)) if skip else ()
+    ends = _padded(closed(earlier).ends, num, 0)
+    skipped = tuple(until - end for until, end in zip(closed(newest).ends, ends, strict=True)) if skip else ()
     # Grid numbers are not reused either: a process with another grid number ends (`Welcome.grid`).
     empty = Grid(version=earlier.version, records_per_batch=records_per_batch, origins=ends, applied=(0,) * num)
     grids = [*earlier.earlier_grids, closed(earlier), *[empty] * (newest.grid - earlier.grid)]
@@ -142,10 +137,10 @@ def rolled_back(
         newest,
         version=version,
         records_per_batch=records_per_batch,
-        origins=_padded(grids[-1].next_origins, num),
+        origins=_padded(grids[-1].next_origins, num, 0),
         applied=(0,) * num,
         left_out=(),
-        leader_epochs=newest.leader_epochs if skip else _epochs(earlier, num),
+        leader_epochs=newest.leader_epochs if skip else _padded(earlier.leader_epochs, num, -1),
         by_worker=(0,) * len(newest.sessions),
         policy=policy,
         policy_state=None,
@@ -162,15 +157,6 @@ def rolled_back(
     )
 
 
-def _ends(snapshot: EngineSnapshot) -> tuple[int, ...]:
-    return closed(snapshot).ends
-
-
-def _padded(values: Sequence[int], num: int) -> tuple[int, ...]:
-    """Return `values` with offset 0 for each partition that was added later."""
-    return (*values, *[0] * (num - len(values)))
-
-
-def _epochs(snapshot: EngineSnapshot, num: int) -> tuple[int, ...]:
-    known = snapshot.leader_epochs
-    return (*known, *[-1] * (num - len(known))) if known else ()
+def _padded(values: Sequence[int], num: int, value: int) -> tuple[int, ...]:
+    """Return `values` with `value` for each partition that was added later; () if there are no values."""
+    return (*values, *[value] * (num - len(values))) if values else ()

@@ -303,18 +303,11 @@ class ParameterServer:
             FencedError, CheckpointError: as in `run_periodic`.
         """
         self.checkpoints.wait()
+        problem = "" if self.engine.is_settled else "workers hold back a part of their steps"
         if self._outbox.updates_acknowledged() < self._updates_sent:
-            log.warning(
-                "final_checkpoint_skipped",
-                version=self.engine.version,
-                reason="Kafka has not acknowledged every update",
-            )
-        elif not self.engine.is_settled:
-            log.warning(
-                "final_checkpoint_skipped",
-                version=self.engine.version,
-                reason="workers hold back a part of their steps",
-            )
+            problem = "Kafka has not acknowledged every update"
+        if problem:
+            log.warning("final_checkpoint_skipped", version=self.engine.version, reason=problem)
         elif self.engine.version > 0:
             self._store.save(self._checkpoint(self.engine.version, self.engine.snapshot(self._clock())))
 

@@ -45,14 +45,9 @@ class LeaderLease:
 
     def feed(self, record: AnyRecord, now: float) -> None:
         """Process a record of `updates` or `metrics`. Only records of the newest server count."""
-        match record:
-            case ServerStatus() | TermStarted() | Update() | Finished():
-                term = record.term
-            case _:
-                return
-        if term < self.term:
+        if not isinstance(record, ServerStatus | TermStarted | Update | Finished) or record.term < self.term:
             return
-        self.term = term
+        self.term = record.term
         self.finished = isinstance(record, Finished)
         self.renewed_s = now
 
@@ -65,53 +60,34 @@ class LeaderLease:
         return now - self.renewed_s >= self._lease_s
 
 
-class _ServerListener:
-    """Reads the records that parameter servers write from now on. Use it as a context manager.
+def _server_records(config: JobConfig, services: Services) -> Reader:
+    """Return a reader of the records that parameter servers write from now on. Raises ServiceUnavailableError if Kafka
+    does not answer."""
+    topics = [Partition(config.topic(kind)) for kind in ("updates", "metrics")]
+    return Reader(config, services, "standby", topics, from_end, lookup_timeout_s=_LOOKUP_S)
 
-    Raises:
-        ServiceUnavailableError: Kafka does not answer at the start.
-    """
 
-    def __init__(self, config: JobConfig, services: Services) -> None:
-        topics = [Partition(config.topic(kind)) for kind in ("updates", "metrics")]
-        self._reader = Reader(config, services, "standby", topics, from_end, lookup_timeout_s=_LOOKUP_S)
-        self.topics_empty = not any(self._reader.ends.values())  # no server has ever served this job
-
-    def listen(self, lease: LeaderLease) -> None:
-        """Wait a moment for records, and feed them to `lease`."""
-        for timed in self._reader.poll(_POLL_S):
-            lease.feed(timed.record, time.monotonic())
-
-    def is_caught_up(self) -> bool:
-        """Return whether all records in Kafka have been read.
-
-        Raises:
-            ServiceUnavailableError: Kafka does not answer.
-        """
-        return self._reader.is_caught_up()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._reader.close()
+def _listen(reader: Reader, lease: LeaderLease) -> None:
+    """Wait a moment for records, and feed them to `lease`."""
+    for timed in reader.poll(_POLL_S):
+        lease.feed(timed.record, time.monotonic())
 
 
 def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[[], bool]) -> bool:
     """Wait until the leader's lease is over, and return True. Return False if before this the job finishes or
     `should_stop` returns True. Raises ServiceUnavailableError if Kafka does not answer at the start."""
-    with _ServerListener(config, services) as listener:
+    with _server_records(config, services) as reader:
         lease = LeaderLease(config.ps.lease_s, time.monotonic())
         log.info("standby_waiting", lease_s=config.ps.lease_s)
         while not should_stop():
-            listener.listen(lease)
+            _listen(reader, lease)
             if lease.finished:
                 log.info("job_ended", reason="the leader has finished the job")
                 return False
             if not lease.is_over(time.monotonic()):
                 continue
             try:
-                if listener.is_caught_up():
+                if reader.is_caught_up():
                     log.warning("leader_silent", term=lease.term, lease_s=config.ps.lease_s, action="taking over")
                     return True
             except ServiceUnavailableError:
@@ -160,20 +136,20 @@ class LeaderCheck:
 
     def _listen(self) -> int:
         """Return the term of a live parameter server; 0 if there is none."""
-        with _ServerListener(self._config, self._services) as listener:
-            if listener.topics_empty:
+        with _server_records(self._config, self._services) as reader:
+            if not any(reader.ends.values()):  # no server has ever served this job
                 return 0
             began_s = time.monotonic()
             silence_s = min(_SILENCE_S, self._config.ps.lease_s)
             lease = LeaderLease(silence_s, began_s)
             while not self._stop.is_set():
-                listener.listen(lease)
+                _listen(reader, lease)
                 if lease.finished:
                     return 0
                 # A record that arrives at once may have been sent before its sender died.
                 if lease.renewed_s > began_s + _IN_FLIGHT_S:
                     return lease.term
-                if time.monotonic() > began_s + _IN_FLIGHT_S + silence_s and listener.is_caught_up():
+                if time.monotonic() > began_s + _IN_FLIGHT_S + silence_s and reader.is_caught_up():
                     return 0
             return 0
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from doll.tables.rows import Floats, Ids, Rows
+from doll.tables.rows import Floats, Ids, Rows, write_where_equal
 
 
 class _Layer(NamedTuple):
@@ -59,9 +59,7 @@ class RowLayers(NamedTuple):
     def write_to(self, ids: Ids, values: Floats) -> None:
         """Overwrite the rows in `values`, shape (n, width), of those `ids` that have a row here."""
         for layer in self.layers:
-            at = np.minimum(np.searchsorted(layer.ids, ids), len(layer.ids) - 1)
-            is_here = layer.ids[at] == ids
-            values[is_here] = layer.values[at[is_here]]
+            write_where_equal(ids, values, Rows(layer.ids, layer.values))
 
 
 NO_LAYERS: Final = RowLayers()

@@ -7,12 +7,13 @@ of hashed features, counts. Only the rows that a batch uses are sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from isal.isal_zlib import crc32
 
+T = TypeVar("T", bound=np.generic)
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 CHUNK: Final = 4096  # consecutive numbers of a vector; sparse rounds send the largest of each chunk
@@ -68,6 +69,13 @@ def checksum_of(rows: Floats) -> int:
     return crc32(np.ascontiguousarray(rows, "<f4").reshape(-1).view(np.uint8).data)
 
 
+def grown(array: npt.NDArray[T], num_rows: int) -> npt.NDArray[T]:
+    """Return a copy of `array` with `num_rows` rows, of which the new ones are zero."""
+    larger: npt.NDArray[T] = np.zeros((num_rows, *array.shape[1:]), array.dtype)
+    larger[: len(array)] = array
+    return larger
+
+
 def no_rows(width: int) -> Rows:
     """Return an empty set of rows of a table of this width."""
     return Rows(np.empty(0, np.int64), np.empty((0, width), np.float32))
@@ -95,7 +103,22 @@ def add_in_order(pieces: Sequence[Rows]) -> Rows:
 
 def add_where_equal(ids: Ids, values: Floats, other: Rows) -> None:
     """Add the rows of `other` to `values`, shape (n, width), in place, if their ids are in the increasing `ids`."""
-    if len(other.ids):
-        at = np.minimum(np.searchsorted(other.ids, ids), len(other.ids) - 1)
-        is_in = other.ids[at] == ids
-        values[is_in] += other.values[at[is_in]]
+    is_in, at = found(ids, other.ids)
+    values[is_in] += other.values[at]
+
+
+def write_where_equal(ids: Ids, values: Floats, other: Rows) -> npt.NDArray[np.bool_]:
+    """Replace the rows in `values`, shape (n, width), whose ids are also in `other`. Return a mask of these rows."""
+    is_in, at = found(ids, other.ids)
+    values[is_in] = other.values[at]
+    return is_in
+
+
+def found(ids: Ids, known: Ids) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
+    """Return a mask of the `ids` that are in `known`, which is strictly increasing, and the index of each of them
+    there."""
+    if not len(known):
+        return np.zeros(len(ids), np.bool_), np.empty(0, np.int64)
+    at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    is_in: npt.NDArray[np.bool_] = known[at] == ids
+    return is_in, at[is_in]

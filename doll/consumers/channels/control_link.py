@@ -25,7 +25,7 @@ _CHECK_EVERY_S: Final = 0.2
 _RETRY_S: Final = 0.25
 _MAX_RETRY_S: Final = 8.0
 _STEADY_S: Final = 10.0  # a link that held for this long starts again with the shortest pause
-_FASTER_EVERY_S: Final = 5.0  # how often a faster link is tried beside one that works
+_FASTER_EVERY_S: Final = 5.0  # how often a faster link is tried while another link works
 Link: TypeAlias = SocketLink | StreamLink  # a worker's end of an open connection
 
 _ACCEPTED: Final = {"auto": ("local", "redis"), "local": ("local",), "redis": ("redis",), "kafka": ()}

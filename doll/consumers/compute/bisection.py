@@ -7,7 +7,6 @@ Half of these tests have few samples.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -21,24 +20,16 @@ class RunningMedian:
     """The median of a measure over the last learned batches. The measure is computed for every batch."""
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque()
-        self._sorted: list[float] = []
+        self._values: deque[float] = deque(maxlen=_WINDOW_BATCHES)
 
     def add(self, value: float) -> None:
         """Add the measure of a learned batch: a finite number."""
-        if len(self._values) == _WINDOW_BATCHES:
-            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
         self._values.append(value)
-        insort(self._sorted, value)
 
     @property
     def usual(self) -> float:
         """The median; NaN without values."""
-        count = len(self._sorted)
-        if not count:
-            return math.nan
-        middle = count // 2
-        return self._sorted[middle] if count % 2 else (self._sorted[middle - 1] + self._sorted[middle]) / 2
+        return median(self._values) if self._values else math.nan
 
     def unusual(self, value: float, factor: float) -> bool:
         """Return whether `value` is above `factor` times the median. True without values (first batch of a process)."""

@@ -139,16 +139,10 @@ class GradientComputer:
     def num_values(self) -> int:
         return self._model.host.numel()
 
-    def _catch_up(self) -> None:
-        if self._is_behind and self._model.device != "cpu":
-            self._model.flat.detach().copy_(self._model.host)
-        self._is_behind = False
-
     def load(self, weights: npt.NDArray[np.float32]) -> None:
         """Copy `weights`, float32, shape (numel,), into the replica. Raise ValueError if the shape differs."""
-        if weights.shape != (self.num_values,):
-            raise ValueError(f"expected weights of shape ({self.num_values},), got {weights.shape}")
-        self.weights[:] = weights
+        self._is_behind = True
+        self._model.load_weights(weights)
 
     def compute(
         self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None, *,
@@ -166,11 +160,8 @@ class GradientComputer:
         Raises:
             TaskError: the loss has no gradient or is not a valid loss, or a buffer of the model has changed its shape.
         """
-        model, batch = self._model, SampleBatch(x, y, weight, group)
-        self._catch_up()
-        flat = model.flat.detach()
-        buffers = flat[model.num_parameters :].clone()
-        try:
+        model, batch, flat = self._model, SampleBatch(x, y, weight, group), self._model.flat.detach()
+        with self._pass() as buffers:
             model.begin_gradient()
             if model.tables is not None:
                 model.tables.reset()
@@ -195,28 +186,19 @@ class GradientComputer:
             torch.mul(flat[floats], inputs.total_weight, out=vector[floats])
             vector[model.num_floats :] = flat[model.num_floats :]
             return Gradient(vector, loss.value, metrics, inputs.total_weight, norm, buffer_change, rows, absent)
-        finally:
-            self._undo_pass(buffers)
 
     def loss(self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None) -> float:
         """Return the mean loss over the samples, computed so that samples do not influence each other."""
         batch = SampleBatch(x, y, weight, group)
-        self._catch_up()
-        buffers = self._model.flat.detach()[self._model.num_parameters :].clone()
-        try:
-            with torch.no_grad():
-                return self._forward(batch, buffers, use_running_stats=True)[1].value / batch.total_weight
-        finally:
-            self._undo_pass(buffers)
+        with self._pass() as buffers, torch.no_grad():
+            return self._forward(batch, buffers, use_running_stats=True)[1].value / batch.total_weight
 
     def score(self, samples: SampleBatch, seed: int) -> HeldOutScore | None:
         """Return loss and metrics of samples in evaluation mode; None, after a warning, if the model fails on one of
         them or a number is not finite. Raise TaskError, or BlobError or ServiceUnavailableError for rows of tables."""
-        self._catch_up()
-        buffers = self._model.flat.detach()[self._model.num_parameters :].clone()
         self.seed, problem = seed, "the loss or a metric is not finite"
         try:
-            with torch.no_grad():
+            with self._pass() as buffers, torch.no_grad():
                 output, loss, inputs = self._forward(samples, buffers, use_running_stats=True, evaluates=True)
                 metrics = passes.metric_sums(self._task, output, inputs)
             numbers = [loss.value, *(value for value in metrics.values() if not isinstance(value, bytes))]
@@ -228,10 +210,20 @@ class GradientComputer:
             raise
         except Exception as exc:  # the user's code may raise anything
             problem = f"{type(exc).__name__}: {exc}"[:500]
-        finally:
-            self._undo_pass(buffers)
         log.warning("held_out_records_not_scored", samples=samples.num_samples, reason=problem)
         return None
+
+    @contextmanager
+    def _pass(self) -> Iterator[torch.Tensor]:
+        """Yield a copy of the buffers. At the end of the context, undo the forward passes in it."""
+        if self._is_behind and self._model.device != "cpu":
+            self._model.flat.detach().copy_(self._model.host)
+        self._is_behind = False
+        buffers = self._model.flat.detach()[self._model.num_parameters :].clone()
+        try:
+            yield buffers
+        finally:
+            self._undo_pass(buffers)
 
     def _undo_pass(self, buffers: torch.Tensor) -> None:
         """Restore the buffers to their values before a forward pass, and forget the rows that the pass used."""
@@ -291,11 +283,9 @@ class GradientComputer:
         """Return the output, the loss and the task's inputs. `buffers` is a copy of the buffers before the pass."""
         if self.seed is not None:
             draw_from(self.seed, self._model.device)
-        module = self._model.module.train(not evaluates)
+        self._model.module.train(not evaluates)
         if use_running_stats:
-            for part in module.modules():
-                if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
-                    part.eval()
+            self._model.use_running_stats()
         inputs = passes.inputs_of(self._task, batch)
         if (device := self._model.device) != "cpu":
             inputs = inputs.moved(lambda tensor: tensor.to(device, non_blocking=True))

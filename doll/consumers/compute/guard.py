@@ -176,12 +176,9 @@ class Guard:
         return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary.samples, usual_weight))
 
     def _diverges(self, parts: int = 1) -> bool:
-        """Return whether the model diverges, by the losses of the batches or by that of learned samples.
-
-        Args:
-            parts: number of parts of the learned samples, of which the second lowest loss counts: a sample with an
-                extreme target has a large loss in a good model, too.
-        """
+        """Return whether the model diverges, by the losses of the batches or by that of learned samples. `parts`:
+        number of parts of the learned samples, of which the second lowest loss counts: a sample with an extreme target
+        has a large loss in a good model, too."""
         loss, before = self._losses.now, self._has_diverged
         self._has_diverged = self._losses.has_diverged
         if not self._has_diverged and self._canary is not None:

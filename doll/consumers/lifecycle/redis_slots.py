@@ -47,17 +47,16 @@ class SlotLeases:
     """The leases of a job's slots, as one process sees them. Calls raise RedisError if Redis does not answer.
 
     `job` identifies the job on this Redis. `workers` is the number of workers in the job file; the job may have been
-    scaled later. A lease ends `ttl_s` seconds after its last renewal. `holder` is the unique name of the process;
-    default: random.
+    scaled later. A lease ends `ttl_s` seconds after its last renewal.
     """
 
-    def __init__(self, client: redis.Redis, job: str, workers: int, ttl_s: float, holder: str = "") -> None:
+    def __init__(self, client: redis.Redis, job: str, workers: int, ttl_s: float) -> None:
         self._client: Any = client  # redis-py's types mix synchronous and asynchronous answers
         self._job = job
         self._job_workers = workers
         self._count = WorkerCount(client, job)
         self._ttl_ms = max(1, round(ttl_s * 1000))
-        self._holder = (holder or uuid.uuid4().hex).encode()
+        self._holder = uuid.uuid4().hex.encode()  # a unique name of this process
 
     def take(self, at_least_s: float = 0.0) -> int | None:
         """Lease the lowest free slot, for at least `at_least_s` at first. Return None if all slots are leased."""

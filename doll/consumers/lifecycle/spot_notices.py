@@ -49,9 +49,8 @@ _INSTANCE_ENV: Final = "DOLL_INSTANCE"
 class Imds:
     """A client of the instance metadata service, version 2."""
 
-    def __init__(self, endpoint: str = "", *, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, endpoint: str = "") -> None:
         self._endpoint = (endpoint or os.environ.get(ENDPOINT_ENV) or _ENDPOINT).rstrip("/")
-        self.timeout_s = timeout_s
         self._token = ""
         # Without a proxy, which would answer with the metadata of its own machine.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -84,7 +83,7 @@ class Imds:
 
     def _request(self, path: str, headers: dict[str, str], method: str = "GET") -> str:
         request = urllib.request.Request(self._endpoint + path, headers=headers, method=method)
-        with self._opener.open(request, timeout=self.timeout_s) as answer:
+        with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
             text: str = answer.read(_MAX_BYTES).decode()
             return text
 
@@ -163,7 +162,7 @@ class NoticeWatcher:
         """Stop polling, and wait a short time for the current request."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(self._imds.timeout_s)
+            self._thread.join(_TIMEOUT_S)
 
     def poll(self) -> bool:
         """Ask once. Return whether there is a notice, after reporting it."""

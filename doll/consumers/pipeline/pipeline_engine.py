@@ -99,7 +99,7 @@ class PipelineGradientEngine:
     def __init__(
         self, config: JobConfig, stages: StageProcesses, *, guard: Guard, computer: GradientComputer,
         compressor: Compressor, blobs: Blobs, dead_letters: DeadLetters, departure: Departure, task_log: TaskLog,
-        check: Callable[..., None], task: Task, clock: Callable[[], float] = time.monotonic, scope: str = "",
+        check: Callable[..., None], task: Task, scope: str = "",
     ) -> None:  # fmt: skip
         """Start the engine. `guard` is the guard of `computer`, which has the undivided model and inspects unusual
         batches. `check` is `check_with_samples` of the task, its model and the stages' layers, called before the first
@@ -127,7 +127,6 @@ class PipelineGradientEngine:
         self._departure = departure
         self._task_log = task_log
         self._check: Callable[..., None] | None = check  # None: done
-        self._clock = clock
         self._core = vw.VirtualWorkerCore(self._wave, self._wave)
         self._flights: dict[int, deque[Flight]] = {}  # by batch; several if it is computed again
         self._in_stages: deque[Flight] = deque()  # sent and not returned
@@ -138,8 +137,8 @@ class PipelineGradientEngine:
         self._keys: dict[int, str] = {}  # keys of waves, by the batch after their end
         self._storing: vw.Wave | None = None
         self._rest: tuple[int, Future[GradientDone]] | None = None  # the batch below which it is, and the answer
-        self._completed_s = clock()
-        self._heard_s = [clock()] * len(stages.pids)
+        self._completed_s = time.monotonic()
+        self._heard_s = [time.monotonic()] * len(stages.pids)
         self._calls: deque[tuple[Callable[[], None], Future[Any] | None]] = deque()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -161,9 +160,7 @@ class PipelineGradientEngine:
         flight = Flight(grant, batch, goes_on, future, samples)
 
         def submit() -> None:
-            submitted = vw.Submission(
-                batch.number, grant.term, grant.min_version, num_samples, flight
-            )  # fmt: skip
+            submitted = vw.Submission(batch.number, grant.term, grant.min_version, num_samples, flight)
             self._flights.setdefault(batch.number, deque()).append(flight)
             weights = vw.Weights(grant.term, grant.version, grant.key, grant.included)
             self._do(self._core.submit(submitted, weights))
@@ -241,10 +238,10 @@ class PipelineGradientEngine:
             selector.register(self._wake, selectors.EVENT_READ, None)
             for number, link in enumerate((*self._stages.controls, self._stages.chain)):
                 selector.register(link, selectors.EVENT_READ, number)
-            now = self._clock()
+            now = time.monotonic()
             while not self._is_closing:
                 ready = selector.select(TICK_S)
-                before, now = now, self._clock()
+                before, now = now, time.monotonic()
                 if now - before > _PAUSED_S:
                     self._heard_s = [now] * len(self._heard_s)
                 for key, _ in ready:
@@ -273,7 +270,7 @@ class PipelineGradientEngine:
             self._returned.append(message)
             self._judge_returned()
         else:
-            self._heard_s[number] = self._clock()
+            self._heard_s[number] = time.monotonic()
             self._hear(message)
 
     def _check_stages(self, now: float) -> None:
@@ -318,7 +315,7 @@ class PipelineGradientEngine:
                     self._pull(weights)
                 case vw.StartBatch(message, submitted):
                     flight = submitted.token
-                    flight.started_s = self._clock()
+                    flight.started_s = time.monotonic()
                     self._in_stages.append(flight)
                     self._send_samples(message, flight)
                 case vw.SendDown(message, wave):
@@ -382,11 +379,11 @@ class PipelineGradientEngine:
         grant = wave.last.token.grant
         is_rest = self._rest is not None and self._rest[0] == until
         key = gradient_key(self._scope, grant.term, grant.grant_ids[0]) + (":rest" if is_rest else "")
-        begun_s = self._clock()
+        begun_s = time.monotonic()
         parts = self._compressor.compress(self._pushed, version=wave.version, rows={})
         self._blobs.put(key, parts, self._ttl_s)
         fault_point("worker.after_blob")
-        store_s = self._clock() - begun_s
+        store_s = time.monotonic() - begun_s
         if is_rest and self._rest is not None:
             done = GradientDone(key, wave.version, (), store_s=store_s, holds=names_of(wave.members))
             self._rest[1].set_result(done)
@@ -456,7 +453,7 @@ class PipelineGradientEngine:
         usable = usable_samples(batch)
         if flight.bad:
             usable = self._dead_letters.refuse_samples(batch, flight.bad)
-        now = self._clock()
+        now = time.monotonic()
         compute_s = now - max(flight.started_s, self._completed_s)  # batches overlap: the time that this batch added
         self._completed_s = now
         version = self._core.version_of(batch.number)

@@ -63,18 +63,18 @@ class StageProcesses:
     chain: StageLink  # the link to the first stage
     shared: SharedVectors
 
-    def wait_until_ready(self, expected: str, within_s: float = _READY_S) -> None:
+    def wait_until_ready(self, expected: str) -> None:
         """Wait until all stages run the same versions as this process. Raise ConfigError if a stage runs other versions
         or cannot be created, and StageLostError if a stage has ended or is not ready in time."""
         waiting = set(range(len(self.pids)))
-        until_s = time.monotonic() + within_s
+        until_s = time.monotonic() + _READY_S
         with selectors.DefaultSelector() as selector:
             for number, link in enumerate(self.controls):
                 selector.register(link, selectors.EVENT_READ, number)
             while waiting:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
-                    raise StageLostError(f"stage {min(waiting) + 1} is not ready after {within_s:g} s")
+                    raise StageLostError(f"stage {min(waiting) + 1} is not ready after {_READY_S:g} s")
                 for key, _ in selector.select(left_s):
                     if key.data in waiting:
                         self._greet(key.data, expected)

@@ -25,11 +25,23 @@ import numpy.typing as npt
 from doll.errors import BlobError, IllegalEventError
 from doll.storage.sections import RowRequest
 from doll.tables.id_index import IdIndex
-from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, add_in_order, add_where_equal, checksum_of, no_rows
+from doll.tables.rows import (
+    Floats,
+    Ids,
+    Patch,
+    Rows,
+    TableShape,
+    add_in_order,
+    add_where_equal,
+    checksum_of,
+    found,
+    no_rows,
+    write_where_equal,
+)
 
 _MAX_VERSIONS: Final = 8  # maximum number of known versions in one request: each needs a section
 _NO_IDS: Final[Ids] = np.empty(0, np.int64)
-_PLACE_BYTES: Final = 8 + 8 + 2 + 9 + 16  # version, marks, place in the index and its cells, beside the values
+_PLACE_BYTES: Final = 8 + 8 + 2 + 9 + 16  # of version, marks, place in the index and its cells
 
 
 class OpLog:
@@ -44,11 +56,8 @@ class OpLog:
         self._open = no_rows(width)
         self._closed: deque[tuple[int, Rows]] = deque()  # (batch, its steps)
 
-    def __len__(self) -> int:
-        """Return the number of batches whose steps are kept, without the open batch."""
-        return len(self._closed)
-
     def inc(self, steps: Rows) -> None:
+        """Add steps to the steps of the open batch (INC)."""
         self._open = add_in_order([self._open, steps]) if len(self._open.ids) else steps
 
     def close(self, batch: int) -> Rows:
@@ -175,10 +184,6 @@ class RowCache:
         self._add_own(ids, out)
         return out
 
-    def inc(self, steps: Rows) -> None:
-        """Add own steps to the steps of the open batch (INC)."""
-        self.own.inc(steps)
-
     def see(self, ids: Ids) -> tuple[Floats, npt.NDArray[np.bool_]]:
         """Return a copy of the rows as this worker sees them, shape (n, width), and a mask of the rows that are in the
         cache. The values of the other rows have no meaning. This is `See` of `doll.optim.significance_filter`."""
@@ -186,10 +191,6 @@ class RowCache:
         rows = self._values[slots]
         self._add_own(ids, rows)
         return rows, slots >= 0
-
-    def take_back(self, batch: int) -> None:
-        """Drop the own steps of `batch` and of later batches."""
-        self.own.take_back(batch)
 
     def must_ask(self, ids: Ids) -> None:
         """Ask the server about these rows before they are used again."""
@@ -229,7 +230,7 @@ class RowCache:
             self.num_differences += 1
             answer = self._checked(fetch(RowRequest(ids, _NO_IDS)), min_version)
             is_here = np.zeros(len(ids), np.bool_)
-        has_come = _write(ids, rows, answer.rows)
+        has_come = write_where_equal(ids, rows, answer.rows)
         if (lacking := ~has_come & ~is_here).any():
             raise BlobError(f"expected all rows that were asked for, got none for {np.count_nonzero(lacking)} of them")
         return rows, answer.version
@@ -314,21 +315,11 @@ def _few(versions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def _is_patched(ids: Ids, rows: Floats, is_here: npt.NDArray[np.bool_], whole: Rows, patch: Patch) -> bool:
     """Change those of `rows` that are in the cache to the server's rows, in place. Return whether they are equal
     now."""
-    _write(ids, rows, whole)
-    at = np.minimum(np.searchsorted(ids, patch.ids), len(ids) - 1)
-    if not (ids[at] == patch.ids).all():
+    write_where_equal(ids, rows, whole)
+    is_in, at = found(patch.ids, ids)
+    if not is_in.all():
         return False
     patched = rows[at]
     patched.reshape(-1)[np.flatnonzero(patch.is_there)] = patch.values
     rows[at] = patched
     return checksum_of(rows[is_here]) == patch.checksum
-
-
-def _write(ids: Ids, rows: Floats, other: Rows) -> npt.NDArray[np.bool_]:
-    """Replace rows that have the same id in `other`. Return a mask of these rows, shape (len(ids),)."""
-    if not len(other.ids):
-        return np.zeros(len(ids), np.bool_)
-    at = np.minimum(np.searchsorted(other.ids, ids), len(other.ids) - 1)
-    has_come: npt.NDArray[np.bool_] = other.ids[at] == ids
-    rows[has_come] = other.values[at[has_come]]
-    return has_come

@@ -18,7 +18,7 @@ import torch
 from doll.errors import TaskError
 from doll.optim.row_optimizer import RowOptimizer, state_width
 from doll.tables.id_index import IdIndex
-from doll.tables.rows import Floats, Ids, Rows
+from doll.tables.rows import Floats, Ids, Rows, grown
 
 _FIRST_PLACES: Final = 1024
 _PLACE_BYTES: Final = 9 + 16 + 8 + 8  # place in the index and its cells, last use, list of free slots
@@ -59,7 +59,7 @@ class RowSteps:
         return len(self._last_use) * self._row_bytes
 
     def step(self, rows: Floats, gradient: Rows, scale: float) -> Rows:
-        """Return the changes of these rows by one step. The caller adds them with INC (`RowCache.inc`).
+        """Return the changes of these rows by one step. The caller adds them with INC (`OpLog.inc`).
 
         Args:
             rows: the rows `gradient.ids` as the worker sees them, float32, shape (n, width).
@@ -118,10 +118,7 @@ class RowSteps:
         self._index = index
         self._last_use = np.concatenate([self._last_use, np.full(places - before, _NEVER, np.int64)])
         self._free = np.concatenate([self._free, np.arange(before, places)])
-        for name, array in self._state.items():
-            grown = np.zeros((places, array.shape[1]), np.float32)
-            grown[:before] = array
-            self._state[name] = grown
+        self._state = {name: grown(array, places) for name, array in self._state.items()}
 
     def _evict(self, count: int) -> None:
         """Drop the state of `count` rows, or of all rows that this step does not use."""

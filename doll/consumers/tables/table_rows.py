@@ -143,7 +143,7 @@ class WorkerTables:
 
     def inc(self, steps: Mapping[str, Rows]) -> None:
         for name, rows in steps.items():
-            self._caches[name].inc(rows)
+            self._caches[name].own.inc(rows)
 
     def close(self, batch: int) -> dict[str, Rows]:
         """End batch `batch`, and return its steps to push, by table."""
@@ -157,7 +157,7 @@ class WorkerTables:
             if (residual := self._residuals.get(name)) is not None:
                 residual.take_back(batch)
                 cache.held = residual.held
-            cache.take_back(batch)
+            cache.own.take_back(batch)
 
     # --- own steps that are held back ---------------------------------------------------------------------------------
 

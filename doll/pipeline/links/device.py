@@ -178,11 +178,7 @@ class SentOutputs:
 
 
 def check_device(name: str) -> None:
-    """Check that this machine has a device.
-
-    Raises:
-        ConfigError: this machine has no such device.
-    """
+    """Raise ConfigError if this machine does not have the device."""
     if not re.fullmatch(r"cpu|cuda:\d{1,3}", name):
         raise ConfigError(f"device: expected cpu or cuda:N (such as cuda:0), got {name!r}")
     # The devices are counted without initializing CUDA. After initializing it, this process could not fork stages.
@@ -192,10 +188,6 @@ def check_device(name: str) -> None:
 
 
 def open_device(name: str) -> StageDevice:
-    """Open a device of this machine.
-
-    Raises:
-        ConfigError: this machine has no such device.
-    """
+    """Open a device. Raise ConfigError if this machine does not have it."""
     check_device(name)
     return StageDevice() if name == "cpu" else CudaDevice(name)

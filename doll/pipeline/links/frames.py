@@ -73,11 +73,8 @@ class ArraySpec(NamedTuple):
 
 
 def as_sent(array: Array) -> Array:
-    """Return `array` in C order and little-endian. The result is a copy only if a conversion is needed.
-
-    Raises:
-        LinkFrameError: the type of the array is not in `DTYPES`.
-    """
+    """Return `array` in C order and little-endian. The result is a copy only if a conversion is needed. Raise
+    LinkFrameError if the type of the array is not in `DTYPES`."""
     dtype = array.dtype.newbyteorder("<")
     if dtype not in _CODES:
         raise LinkFrameError(f"expected an array of {_NAMES}, got {array.dtype}: convert it before it is sent")
@@ -116,11 +113,8 @@ def at_place(head: bytes, place: int) -> bytes:
 
 
 def decode_prefix(data: bytes | bytearray, max_message_bytes: int) -> Prefix:
-    """Decode the prefix of a frame.
-
-    Raises:
-        LinkFrameError: `data` is not a prefix, or the announced sizes exceed a limit.
-    """
+    """Decode the prefix of a frame. Raise LinkFrameError if `data` is not a prefix, or the announced sizes exceed a
+    limit."""
     magic, *fields = _PREFIX.unpack(data)
     if magic != _MAGIC:
         raise LinkFrameError(

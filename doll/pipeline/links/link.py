@@ -172,10 +172,7 @@ class StageLink:
         return header, arrays
 
     def _fill(self, view: memoryview, read_bytes: int) -> None:
-        """
-        Args:
-            read_bytes: number of bytes of the message that were already read.
-        """
+        """Fill `view` with the next bytes. `read_bytes`: number of bytes of the message that were already read."""
         while view:
             count = self._socket.recv_into(view, len(view), socket.MSG_WAITALL)
             if not count:

@@ -71,11 +71,8 @@ class LinkSegments:
         return number + 1
 
     def load(self, place: int, specs: Sequence[ArraySpec]) -> list[Array]:
-        """Return the arrays at a place as views of a segment, which is not written to while a view exists.
-
-        Raises:
-            LinkFrameError: there is no such segment, it still has views, or the arrays do not fit into it.
-        """
+        """Return the arrays at a place as views of a segment, which is not written to while a view exists. Raise
+        LinkFrameError if there is no such segment, it still has views, or the arrays do not fit into it."""
         number = place - 1
         *starts, total_bytes = _starts([spec.size_bytes for spec in specs])
         if number >= self._count or number in self._lent:

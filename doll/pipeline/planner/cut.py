@@ -17,11 +17,8 @@ from doll.task.batches import SampleBatch
 
 
 def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> list[list[Layer]]:
-    """Return the layers of each stage of one worker, in the order of the stages.
-
-    Raises:
-        ConfigError: the model cannot be cut as the job file requires.
-    """
+    """Return the layers of each stage of one worker, in the order of the stages. Raise ConfigError if the model cannot
+    be cut as the job file requires."""
     pipeline = config.worker.pipeline
     assert pipeline is not None
     layers = layers_of(task, model)
@@ -98,11 +95,8 @@ def even_stops(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def _named_stops(names: Sequence[str], wanted: Sequence[Sequence[str]]) -> list[int]:
-    """Return the end of each stage of `wanted`.
-
-    Raises:
-        ConfigError: a layer is missing, unknown, named twice, or not directly after the layer before it.
-    """
+    """Return the end of each stage of `wanted`. Raise ConfigError if a layer is missing, unknown, named twice, or not
+    directly after the layer before it."""
     at = 0
     stops = []
     for stage, layers in enumerate(wanted, 1):

@@ -10,16 +10,16 @@ import msgspec
 
 from doll.pipeline.runtime.messages import StageTask
 
-MAX_BATCHES: Final = 1_000
+_MAX_BATCHES: Final = 1_000
 
 
 class TaskLog:
     """A log of the tasks of a process's first batches, one line of JSON per batch; a new process overwrites it."""
 
-    def __init__(self, path: Path, max_batches: int = MAX_BATCHES) -> None:
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb")
-        self._left = max_batches
+        self._left = _MAX_BATCHES
         self._encoder = msgspec.json.Encoder()
 
     def add(self, tasks: Sequence[StageTask]) -> None:

@@ -46,11 +46,8 @@ def num_states(optimizer: OptimizerConfig) -> int:
 
 
 def load_profile(config: JobConfig) -> Profile:
-    """Load the profile that the job file names.
-
-    Raises:
-        ConfigError: `worker.pipeline.profile` cannot be read, or was made with another batch size.
-    """
+    """Load the profile that the job file names. Raise ConfigError if `worker.pipeline.profile` cannot be read, or was
+    made with another batch size."""
     assert config.worker.pipeline is not None
     assert config.worker.pipeline.profile is not None
     path = config.path(config.worker.pipeline.profile)
@@ -65,10 +62,7 @@ def load_profile(config: JobConfig) -> Profile:
 
 def stops_by_profile(config: JobConfig, profile: Profile, worker: int) -> list[int]:
     """Return the end of each stage in the partition with the smallest bottleneck, on this worker's devices in order.
-
-    Raises:
-        ConfigError: a stage does not fit on its device.
-    """
+    Raise ConfigError if a stage does not fit on its device."""
     assert config.worker.pipeline is not None
     devices = [
         Device(

@@ -41,11 +41,8 @@ class Layer(NamedTuple):
 
 
 def layers_of(task: Task, model: torch.nn.Module) -> list[Layer]:
-    """Return layers that together compute the model's output; `task.forward` calls the first one.
-
-    Raises:
-        ConfigError: the model cannot be cut.
-    """
+    """Return layers that together compute the model's output; `task.forward` calls the first one. Raise ConfigError if
+    the model cannot be cut."""
     name = type(model).__name__
     if task.defines_step:
         raise ConfigError(f"{type(task).__name__} defines step(): a pipeline computes gradients, it cannot be cut")
@@ -440,11 +437,7 @@ class _Value(torch.nn.Module):
 
 def _own_parameters_as_modules(traced: fx.GraphModule, buffers: Set[int]) -> dict[fx.Node, fx.Node]:
     """Replace each use of a parameter with a module that returns the parameter. Otherwise `split_module` would pass the
-    parameter from part to part.
-
-    Returns:
-        The nodes of these modules, each with the node that uses it.
-    """
+    parameter from part to part. Return the nodes of these modules, each with the node that uses it."""
     values: dict[fx.Node, fx.Node] = {}
     for node in [node for node in traced.graph.nodes if node.op == "get_attr"]:
         value: Any = traced

@@ -112,11 +112,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: bytes, origin: str = "profile") -> Profile:
-        """Parse a profile.
-
-        Raises:
-            ConfigError: the data is not a profile; the message names the wrong field.
-        """
+        """Parse a profile. Raise ConfigError, which names the wrong field, if the data is not a profile."""
         try:
             file = msgspec.json.decode(data, type=_ProfileFile)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -128,11 +124,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Load a profile from a file.
-
-        Raises:
-            ConfigError: the file cannot be read, or is not a profile.
-        """
+        """Load a profile from a file. Raise ConfigError if the file cannot be read, or is not a profile."""
         try:
             data = path.read_bytes()
         except OSError as exc:

@@ -23,11 +23,8 @@ _WARM_UP: Final = 2
 
 
 def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.Generator) -> SampleBatch:
-    """Return `size` held-out samples of the task, repeated if there are fewer; if there are none, random samples.
-
-    Raises:
-        ConfigError: the task has no held-out samples, and its model does not accept random numbers of the task's shape.
-    """
+    """Return `size` held-out samples of the task, repeated if there are fewer; if there are none, random samples. Raise
+    ConfigError if there are none and the model does not accept random numbers of the task's shape."""
     held_out = batch_of(task, task.holdout(), size)
     if count := held_out.num_samples:
         return held_out.take([at % count for at in range(size)])

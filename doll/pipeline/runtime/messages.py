@@ -205,11 +205,7 @@ class Payload(NamedTuple):
 
     @classmethod
     def from_message(cls, message: Forward, arrays: Sequence[Array]) -> Payload:
-        """Return the payload of a message.
-
-        Raises:
-            ValueError: the arrays do not belong to this message.
-        """
+        """Return the payload of a message. Raise ValueError if the arrays do not belong to this message."""
         left = list(arrays)
         try:
             group = left.pop() if message.has_groups else None
@@ -228,11 +224,7 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
-    """Decode a record.
-
-    Raises:
-        ValueError: the data is not one of these records.
-    """
+    """Decode a record. Raise ValueError if the data is not one of these records."""
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError as exc:

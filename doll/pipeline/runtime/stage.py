@@ -77,11 +77,8 @@ def homes_of(module: torch.nn.Module, whole: FlatModel) -> dict[str, int]:
 
 
 def home(tensor: torch.Tensor, flat: torch.Tensor) -> int:
-    """Return the index in `flat`, float32, of the first number of `tensor`, which must be a view of `flat`.
-
-    Raises:
-        ConfigError: `tensor` is not a view of `flat`.
-    """
+    """Return the index in `flat`, float32, of the first number of `tensor`. Raise ConfigError if `tensor` is not a view
+    of `flat`."""
     at, odd = divmod(tensor.data_ptr() - flat.data_ptr(), 4)
     if odd or not 0 <= at <= len(flat):
         raise ConfigError("a parameter of the model is not in its vector: it is shared between layers, or replaced")
@@ -201,11 +198,8 @@ class Stage:
                 flat[piece] += self._read(number, piece)
 
     def commit(self, commit: Commit) -> None:
-        """Apply the gradient in the slot as a step, or drop it; end the wave if the commit does.
-
-        Raises:
-            DivergedError: a number of the weights or of the optimizer's state is not finite.
-        """
+        """Apply the gradient in the slot as a step, or drop it; end the wave if the commit does. Raise DivergedError if
+        a number of the weights or of the optimizer's state is not finite."""
         if commit.scale and commit.slot >= 0:
             weights, n = self.weights, self._local.num_parameters
             gradient = self._local.grad
@@ -299,8 +293,8 @@ class Stage:
             draw_from(seed, self.device.name)
         module = replica.module.train()
         n = num_samples
-        if n == 1:
-            _use_running_stats(module)
+        if n == 1:  # one sample has no variance
+            replica.use_running_stats()
         received = trees.mapped(self.device.put, x)
         inputs = passes.Inputs(received, None, None, None if group is None else self.device.put(group), n, weight)
         if self._is_first and self._is_last:
@@ -401,10 +395,3 @@ def _replica(module: torch.nn.Module) -> torch.nn.Module:
     for buffer in module.buffers():
         memo[id(buffer)] = buffer.detach()
     return copy.deepcopy(module, memo)
-
-
-def _use_running_stats(module: torch.nn.Module) -> None:
-    """Normalise with the statistics so far, because one sample has no variance."""
-    for part in module.modules():
-        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
-            part.eval()

@@ -62,10 +62,6 @@ class Links:
     def all(self) -> list[StageLink]:
         return [link for link in (self.control, self.before, self.following) if link is not None]
 
-    def close(self) -> None:
-        for link in self.all:
-            link.close()
-
 
 @dataclass(frozen=True)
 class SharedVectors:
@@ -80,7 +76,7 @@ class StageProcess:
 
     def __init__(
         self, make_stage: Callable[[], Stage], links: Links, shared: SharedVectors, *, number: int, fingerprint: str,
-        slowdown: float = 1.0, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+        slowdown: float = 1.0,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -91,7 +87,7 @@ class StageProcess:
         """
         self._make_stage, self._links, self._shared = make_stage, links, shared
         self._number, self._fingerprint = number, fingerprint
-        self._slowdown, self._clock, self._sleep = slowdown, clock, sleep
+        self._slowdown = slowdown
         self._inbox: queue.SimpleQueue[tuple[AnyMessage, list[Array]] | None] = queue.SimpleQueue()
         self._version = -1
         self._tasks: dict[int, list[StageTask]] = {}  # tasks of this stage for the minibatches in flight
@@ -144,7 +140,7 @@ class StageProcess:
     # --- the thread that receives -----------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        alive_at_s = self._clock()
+        alive_at_s = time.monotonic()
         try:
             with selectors.DefaultSelector() as selector, selectors.DefaultSelector() as room:
                 for link in self._links.all:
@@ -154,8 +150,8 @@ class StageProcess:
                     for key, _ in selector.select(ALIVE_EVERY_S):
                         header, arrays = key.fileobj.receive()  # type: ignore[union-attr]
                         self._inbox.put((decode(header), arrays))
-                    if self._clock() - alive_at_s >= ALIVE_EVERY_S:
-                        alive_at_s = self._clock()
+                    if time.monotonic() - alive_at_s >= ALIVE_EVERY_S:
+                        alive_at_s = time.monotonic()
                         # A coordinator that waits for its server does not read, so sends to it must not block.
                         if room.select(0):
                             self._links.control.send(encode(StageAlive(stage=self._number)))
@@ -188,7 +184,7 @@ class StageProcess:
         self._use(message.version, message.included)
         payload = Payload.from_message(message, arrays)
         following = self._links.following
-        start_s = self._clock()
+        start_s = time.monotonic()
         try:
             output = self._stage.forward(
                 message.slot, payload.received, message.num_samples, message.weight, payload.group,
@@ -228,7 +224,7 @@ class StageProcess:
             of_outputs: list[Array | None] = [None] * (max(message.of, default=-1) + 1)
             for place, array in zip(message.of, arrays, strict=True):
                 of_outputs[place] = array
-            self._send_back(message, of_outputs, own, "B", self._clock())
+            self._send_back(message, of_outputs, own, "B", time.monotonic())
 
     def _send_back(
         self, message: Backward, of_outputs: Sequence[Array | None], own: list[StageTask], kind: str, start_s: float
@@ -276,16 +272,13 @@ class StageProcess:
         """Return the task for the work since `start_s`; wait first if the device is slowed down."""
         self._stage.device.finish()
         if self._slowdown > 1:
-            self._sleep((self._slowdown - 1) * (self._clock() - start_s))
-        return StageTask(self._number, kind, batch, start_s, self._clock())
+            time.sleep((self._slowdown - 1) * (time.monotonic() - start_s))
+        return StageTask(self._number, kind, batch, start_s, time.monotonic())
 
 
 def _problem(exc: Exception) -> str:
-    """Return the problem of a minibatch, if its samples may be its cause.
-
-    Raises:
-        Exception: `exc`, if the cause is this machine, or an error of the task that does not depend on the samples.
-    """
+    """Return the problem of a minibatch, if its samples may be its cause. Raise `exc` if the cause is this machine, or
+    an error of the task that does not depend on the samples."""
     if isinstance(exc, MemoryError | OSError | LinkClosedError | TaskError):
         raise exc
     if "allocate memory" in str(exc) or "out of memory" in str(exc):

@@ -344,11 +344,8 @@ class VirtualWorkerCore:
         return [SendDown(StageOrders(commits=self._take_commits(), show=True))]
 
     def again(self, batch: int, num_samples: int) -> Forward:
-        """Return the message that computes the first minibatch in flight again, with other samples.
-
-        Raises:
-            ValueError: `batch` is not the first one in flight.
-        """
+        """Return the message that computes the first minibatch in flight again, with other samples. Raise ValueError if
+        `batch` is not the first one in flight."""
         item = self._first_in_flight
         if item is None or item.submitted.batch != batch or self._base is None:
             raise ValueError(f"expected the first minibatch in flight, got {batch}")

@@ -12,6 +12,7 @@ import selectors
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from doll.control.link_state import TO_SERVER, LinkError, LinkState
@@ -58,17 +59,15 @@ class LinkListener(Protocol):
         """Close the listener."""
 
 
+@dataclass(slots=True, eq=False)
 class _Peer:
     """One link, and the number of the worker that is attached to it; the number is -1 if no worker is attached yet."""
 
-    __slots__ = ("link", "listener", "opened_s", "session", "worker")
-
-    def __init__(self, link: ServerLink, listener: LinkListener, now: float) -> None:
-        self.link = link
-        self.listener = listener
-        self.opened_s = now
-        self.worker = -1
-        self.session = 0
+    link: ServerLink
+    listener: LinkListener
+    opened_s: float
+    worker: int = -1
+    session: int = 0
 
 
 class ControlLinks:

@@ -23,11 +23,8 @@ _SOURCE_ENDED: Final = str(SourceEnded.__struct_config__.tag).encode()  # in eac
 
 
 class KafkaChannel:
-    """The `Outbox` and inbox over Kafka. Not thread-safe: only the main loop may use it, except for `read`.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer.
-    """
+    """The `Outbox` and inbox over Kafka. Not thread-safe: only the main loop may use it, except for `read`. Raises
+    ServiceUnavailableError if Kafka does not answer."""
 
     def __init__(self, config: JobConfig, services: Services) -> None:
         self._commands_topic = config.topic("commands")

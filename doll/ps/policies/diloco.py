@@ -137,11 +137,6 @@ class Diloco(Policy):
     ) -> None:
         """`local_batches`: H >= 1. `quorum`: above 0, at most 1. `grace_s`: maximum grace time in seconds, >= 0.
         `is_sparse`: workers hold back a part of their changes."""
-        if not (1 <= local_batches <= MAX_LOCAL_BATCHES and 0 < quorum <= 1 and grace_s >= 0):
-            raise ValueError(
-                f"expected 1 to {MAX_LOCAL_BATCHES} local batches, a quorum in (0, 1] and a grace of 0 s or more, got "
-                f"{local_batches}, {quorum} and {grace_s}"
-            )
         self.batches_per_push = local_batches
         self.holds_back = is_sparse
         self.takes_late_pushes = not is_sparse  # the held-back part may have been requested since

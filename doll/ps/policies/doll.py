@@ -58,8 +58,6 @@ class Doll(Policy):
     exact_version: ClassVar[bool] = True
 
     def __init__(self, group_size: int) -> None:
-        if group_size < 1:
-            raise ValueError(f"expected a group size K >= 1, got {group_size}")
         self.group_size = group_size
         self._candidates = _Candidates()
         self._last_turns: dict[int, int] = {}  # by worker: number of its last grant, counted over all workers
@@ -133,8 +131,6 @@ class RecentDoll(Doll):
 
     def __init__(self, group_size: int, staleness: int) -> None:
         super().__init__(group_size)
-        if not 1 <= staleness <= MAX_STALENESS:
-            raise ValueError(f"expected a staleness of 1 to {MAX_STALENESS}, got {staleness}")
         self.staleness = staleness
         self._begun: OrderedDict[int, _Begun] = OrderedDict()  # by worker, in the order of the grants
         self._ends_s: list[float] = []  # of `_begun`, increasing

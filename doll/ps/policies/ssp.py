@@ -58,11 +58,6 @@ class Ssp(GatedByClock):
 
     def __init__(self, staleness: int, under_way: int = 1) -> None:
         """`staleness`: s >= 0. `under_way`: how many batches of a worker may be granted and not in the model, >= 1."""
-        if not (0 <= staleness <= MAX_STALENESS and under_way >= 1):
-            raise ValueError(
-                f"expected a staleness of 0 to {MAX_STALENESS} and at least one batch under way, got {staleness} and "
-                f"{under_way}"
-            )
         self.staleness = staleness
         self._under_way = under_way
         super().__init__(history=staleness)

@@ -72,8 +72,6 @@ class Vap(Policy):
 
     def __init__(self, value_bound: float) -> None:
         """`value_bound`: v_0 > 0; it may be infinite."""
-        if not value_bound > 0:
-            raise ValueError(f"expected a value bound v_0 > 0, got {value_bound}")
         self.value_bound = value_bound
         # A late push answers a later grant than the grant of its view, so the amount that its view misses is not known.
         self.takes_late_pushes = math.isinf(value_bound)

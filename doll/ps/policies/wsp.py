@@ -61,11 +61,6 @@ class Wsp(GatedByClock):
     def __init__(self, wave_batches: int, clock_distance: int, *, pipelined: bool = False) -> None:
         """`wave_batches`: N_m >= 1. `clock_distance`: D >= 0. `pipelined`: True: a worker computes N_m batches at once
         and begins one whenever another is done, so it begins the next wave before it has pushed the current one."""
-        if not 1 <= wave_batches <= MAX_WAVE_BATCHES or not 0 <= clock_distance <= MAX_CLOCK_DISTANCE:
-            raise ValueError(
-                f"expected waves of 1 to {MAX_WAVE_BATCHES} batches and a clock distance of 0 to {MAX_CLOCK_DISTANCE}, "
-                f"got {wave_batches} and {clock_distance}"
-            )
         super().__init__(history=clock_distance + 2)
         self.batches_per_push = wave_batches
         self.clock_distance = clock_distance

@@ -22,7 +22,7 @@ from doll.ps.tables.number_changes import NOBODY
 from doll.ps.tables.table_parts import RowAnswer, StoredTable, stored_tensor, tensor_name
 from doll.storage.sections import RowRequest
 from doll.tables.bounds import FirstRows, TableBounds
-from doll.tables.rows import Floats, Ids, Rows, TableShape
+from doll.tables.rows import Floats, Ids, Rows, TableShape, found
 
 _FORMAT: Final = 1
 
@@ -159,10 +159,8 @@ class CheckpointRows(NamedTuple):
 
     def write_to(self, ids: Ids, values: Floats) -> None:
         """Overwrite the rows in `values`, shape (k, width), of those `ids` that have a row here."""
-        if len(self.ids):
-            at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
-            is_here = self.ids[at] == ids
-            values[is_here] = self.all_values[self.places[at[is_here]]]
+        is_here, at = found(ids, self.ids)
+        values[is_here] = self.all_values[self.places[at]]
 
 
 def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, width: int) -> CheckpointRows:

@@ -11,6 +11,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from doll.tables.rows import grown
+
 Slots = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -47,10 +49,6 @@ class NumberChanges:
         self._author = np.zeros((0, width), np.uint16)
         self._by_others = np.zeros((0, width), np.uint32)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._at.nbytes + self._author.nbytes + self._by_others.nbytes
-
     def note(self, slots: Slots, is_changed: Bools, version: int, author: int) -> None:
         """Note that `author` changes these numbers in `version`, the newest one. `is_changed`: shape (len(slots),
         width); each slot occurs once. Raises OverflowError 2^32 versions after `start`."""
@@ -75,7 +73,4 @@ class NumberChanges:
     def _make_room(self, num_slots: int) -> None:
         if num_slots > (before := len(self._at)):
             for name in ("_at", "_author", "_by_others"):
-                array = getattr(self, name)
-                grown = np.zeros((max(num_slots, 2 * before), array.shape[1]), array.dtype)
-                grown[:before] = array
-                setattr(self, name, grown)
+                setattr(self, name, grown(getattr(self, name), max(num_slots, 2 * before)))

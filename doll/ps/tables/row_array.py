@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from doll.tables.rows import Floats, Ids
+from doll.tables.rows import Floats, Ids, grown
 
 
 class RowArray:
@@ -137,7 +137,4 @@ class RowArray:
     def _make_room(self, num_moved: int) -> None:
         if num_moved > len(self._moved):
             room = min(max(num_moved, 2 * len(self._moved)), self._num_held)
-            ids, moved = np.empty(room, np.int64), np.empty((room, self.width), np.float32)
-            ids[: self._num_moved] = self._moved_ids[: self._num_moved]
-            moved[: self._num_moved] = self._moved[: self._num_moved]
-            self._moved_ids, self._moved = ids, moved
+            self._moved_ids, self._moved = grown(self._moved_ids, room), grown(self._moved, room)

@@ -186,6 +186,7 @@ class TableStore:
             for name, values in initial.items()
         }
         self.bounded = dict(bounded)
+        self._by_name: dict[str, Table | BoundedTable] = {**self.tables, **self.bounded}
         self.authors: Authors | None = None  # None: numbers are not tracked
 
     def track_numbers(self) -> None:
@@ -194,15 +195,8 @@ class TableStore:
             table.track_numbers()
 
     @property
-    def _all(self) -> list[Table | BoundedTable]:
-        return [*self.tables.values(), *self.bounded.values()]
-
-    def _named(self, name: str) -> Table | BoundedTable:
-        return self.bounded[name] if name in self.bounded else self.tables[name]
-
-    @property
     def shapes(self) -> dict[str, TableShape]:
-        return {table.name: table.shape for table in self._all}
+        return {name: table.shape for name, table in self._by_name.items()}
 
     @property
     def totals(self) -> dict[str, Totals]:
@@ -210,12 +204,12 @@ class TableStore:
 
     def read(self, name: str, ids: Ids) -> Rows:
         """Return a copy of the current rows of these ids of table `name` (GET)."""
-        return self._named(name).read(ids)
+        return self._by_name[name].read(ids)
 
     def add(self, contribution: Mapping[str, Rows], number: int = 0) -> None:
         """Add the contribution of one set, with this number, to the next update, after earlier contributions."""
         for name, rows in contribution.items():
-            self._named(name).add(rows, number)
+            self._by_name[name].add(rows, number)
 
     def max_change(self, contribution: Mapping[str, Rows]) -> float:
         """Return the largest change of a single number by `contribution`; 0 if the contribution is a gradient."""
@@ -225,35 +219,35 @@ class TableStore:
 
     def norm(self) -> float:
         """Return the Euclidean norm of the sum of all contributions, over all tables."""
-        return math.sqrt(sum(table.square_norm() for table in self._all))
+        return math.sqrt(sum(table.square_norm() for table in self._by_name.values()))
 
     def apply(
         self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS, lr_factor: float = 1.0
     ) -> None:
         """Make `version`; see `Table.apply` and `BoundedTable.apply`. Raises DivergedError if a number is not finite;
         then the store must not be used any more."""
-        for table in self._all:
+        for table in self._by_name.values():
             table.apply(scale, version, authors, lr_factor)
 
     def answer(self, requests: Mapping[str, RowRequest], worker: int = 0, session: int = 0) -> dict[str, RowAnswer]:
         """Return the answer to a request of this worker process, from the current rows; see `Table.answer`."""
         author = NOBODY if self.authors is None else self.authors.number(worker, session)
-        return {name: self._named(name).answer(request, author) for name, request in requests.items()}
+        return {name: self._by_name[name].answer(request, author) for name, request in requests.items()}
 
     def follow(self, is_followed: bool = True) -> None:
         """Start (True) or stop (False) the recording of changes for `changes`."""
-        for table in self._all:
+        for table in self._by_name.values():
             table.follow(is_followed)
 
     def changes(self) -> dict[str, Rows]:
         """Return, for each table, the current rows that have changed since the last call, or since `follow`."""
-        return {table.name: table.changes() for table in self._all}
+        return {name: table.changes() for name, table in self._by_name.items()}
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Return the tensors of all tables, for a checkpoint; see `Table.tensors`."""
-        return {name: array for table in self._all for name, array in table.tensors().items()}
+        return {name: array for table in self._by_name.values() for name, array in table.tensors().items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """Continue from a result of `tensors`. Raises CheckpointError if it does not fit."""
-        for table in self._all:
+        for table in self._by_name.values():
             table.load(tensors)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import IllegalEventError
-from doll.tables.rows import Ids
+from doll.tables.rows import Ids, grown
 
 NEVER: Final = -1  # version of the last change if the row has never changed
 _MIN_LOG: Final = 1024
@@ -106,6 +106,4 @@ class TouchedRows:
     def _make_room(self, num: int) -> None:
         if num > len(self._ids):
             room = max(num, 2 * len(self._ids))
-            ids, changed = np.empty(room, np.int64), np.empty(room, np.int64)
-            ids[: self._num], changed[: self._num] = self.ids, self._changed[: self._num]
-            self._ids, self._changed = ids, changed
+            self._ids, self._changed = grown(self._ids, room), grown(self._changed, room)

@@ -416,7 +416,7 @@ def test_tables_with_optimizers_of_their_own_go_with_a_class() -> None:
     ours = make_optimizer(config, with_table(), norm_of_tables=lambda: 8.0)
     ours.apply([np.full_like(ours.weights, 2.0)], 0.5, 1)  # a norm of 3 and one of 4
     assert ours.clipped_by == pytest.approx(2.0 / 5.0, rel=1e-5)
-    with pytest.raises(ConfigError, match=r"training\.optimizer\.class: expected parameters beside the tables"):
+    with pytest.raises(ConfigError, match=r"training\.optimizer\.class: expected parameters in addition to the tables"):
         check_recipe(config, with_table(beside=False))
 
 

@@ -36,7 +36,8 @@ def test_says_what_others_have_changed(
     slots = np.arange(5)
     got = numbers.since(slots, np.full(5, since), author)
     assert got.tolist() == expected.tolist()
-    assert numbers.num_bytes == 10 * WIDTH * len(numbers._at)
+    arrays = (numbers._at, numbers._author, numbers._by_others)
+    assert sum(array.nbytes for array in arrays) == 10 * WIDTH * len(numbers._at)
 
 
 def test_a_version_beyond_32_bits_is_an_error() -> None:

@@ -87,13 +87,13 @@ class Job:
             cache.granted(self.version, self.applied[worker])
             ids = np.array(sorted(self.dice.sample(range(NUM_ROWS), 12)))
             seen = self.get(worker, ids)
-            cache.inc(Rows(ids, (self.rng.normal(size=seen.shape) * 0.4 * np.abs(seen)).astype(np.float32)))
+            cache.own.inc(Rows(ids, (self.rng.normal(size=seen.shape) * 0.4 * np.abs(seen)).astype(np.float32)))
             batch = self.applied[worker]
             step = cache.own.close(batch)
             if self.dice.random() < 0.2:  # it is computed again
-                cache.take_back(batch)
+                cache.own.take_back(batch)
                 self.get(worker, ids)
-                cache.inc(step)
+                cache.own.inc(step)
                 step = cache.own.close(batch)
             if self.residuals:
                 step = self.residuals[worker].split(step, cache.see, batch, self.version)
@@ -156,7 +156,7 @@ def test_own_pushes_are_not_sent_back() -> None:
     ids = np.arange(5)
     job.get(0, ids)
     for batch in range(4):
-        job.caches[0].inc(Rows(ids, job.rng.normal(size=(5, WIDTH)).astype(np.float32)))
+        job.caches[0].own.inc(Rows(ids, job.rng.normal(size=(5, WIDTH)).astype(np.float32)))
         step = job.caches[0].own.close(batch)
         job.version += 1
         job.apply(0, step)

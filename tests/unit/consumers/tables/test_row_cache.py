@@ -101,7 +101,7 @@ def test_rows_are_of_an_allowed_version_with_own_steps_on_top(trace: list[tuple[
         if name == "others":
             server.apply(rows(args[0]), applied)
         elif name == "step":
-            cache.inc(rows(args[0]))
+            cache.own.inc(rows(args[0]))
             open_steps[list(args[0])] += np.array(list(args[0].values()), np.float32)[:, None]
         elif name == "own":
             # A batch ends, and the server applies it at once or later: the oldest first.
@@ -129,11 +129,11 @@ def test_rows_are_of_an_allowed_version_with_own_steps_on_top(trace: list[tuple[
         elif name == "grant":
             cache.granted(server.version, server.included[-1])
         elif name == "take back" and len(own) > applied:
-            cache.take_back(len(own) - 1)
+            cache.own.take_back(len(own) - 1)
             own.pop(len(own) - 1)
             open_steps = np.zeros_like(open_steps)
         assert len(cache) <= capacity
-        assert len(cache.own) <= len(own)
+        assert len(cache.own._closed) <= len(own)
     everything = np.arange(NUM_ROWS)
     assert cache.get(everything, server.version, server.fetch).tolist() == view(server.version).tolist()
 
@@ -175,19 +175,19 @@ def test_pushes_without_a_gap_keep_unchanged_rows_usable() -> None:
 
 def test_own_steps_are_read_at_once_and_counted_once() -> None:
     server, cache = Server(), RowCache(TableShape(NUM_ROWS, WIDTH), 10_000)
-    cache.inc(rows({3: 1}))
+    cache.own.inc(rows({3: 1}))
     assert cache.get(ids({3}), 0, server.fetch)[0, 0] == 1, "not pushed yet, and the row was not here"
-    cache.inc(rows({3: 2, 4: 1}))
+    cache.own.inc(rows({3: 2, 4: 1}))
     pushed = cache.own.close(0)
     assert pushed.ids.tolist() == [3, 4]
     assert pushed.values[:, 0].tolist() == [3, 1], "coalesced: one entry for a row"
-    cache.inc(rows({3: 10}))
+    cache.own.inc(rows({3: 10}))
     server.apply(rows({3: 100}), 0)
     assert cache.get(ids({3, 4}), 1, server.fetch)[:, 0].tolist() == [113, 1], "not in version 1"
     server.apply(pushed, 1)
     assert cache.get(ids({3, 4}), 2, server.fetch)[:, 0].tolist() == [113, 1], "in version 2: not added again"
     cache.granted(2, 1)
-    assert (len(cache.own), len(cache.own._open.ids)) == (0, 1)
+    assert (len(cache.own._closed), len(cache.own._open.ids)) == (0, 1)
 
 
 def test_own_steps_stay_on_top_of_a_pushed_row() -> None:
@@ -195,14 +195,14 @@ def test_own_steps_stay_on_top_of_a_pushed_row() -> None:
     cache.get(ids({3}), 0, server.fetch)
     steps = []
     for batch in range(2):
-        cache.inc(rows({3: 1 + batch}))
+        cache.own.inc(rows({3: 1 + batch}))
         steps.append(cache.own.close(batch))
     server.apply(steps[0], 1)
     server.apply(rows({3: 100}), 1)
     assert cache.merge(*server.push())
     assert cache.get(ids({3}), 2, server.fetch)[0, 0] == 103, "100 of others, 1 in the push, 2 on top"
     cache.granted(2, 1)
-    assert len(cache.own) == 1, "the server has batch 0, not batch 1"
+    assert len(cache.own._closed) == 1, "the server has batch 0, not batch 1"
     server.apply(rows({3: 100}), 1)
     assert cache.get(ids({3}), 3, server.fetch)[0, 0] == 203
 
@@ -221,9 +221,9 @@ def test_steps_that_are_taken_back_are_gone() -> None:
     server, cache = Server(), RowCache(TableShape(NUM_ROWS, WIDTH), 10_000)
     cache.get(ids({3, 4, 5}), 0, server.fetch)
     for batch in range(3):
-        cache.inc(rows({3 + batch: 1}))
+        cache.own.inc(rows({3 + batch: 1}))
         cache.own.close(batch)
-    cache.take_back(1)
+    cache.own.take_back(1)
     assert cache.get(ids({3, 4, 5}), 0, server.fetch)[:, 0].tolist() == [1, 0, 0]
     assert len(server.requests) == 1, "no row that is kept had them"
     with pytest.raises(IllegalEventError, match="expected a batch after 0, got 0"):
@@ -272,4 +272,4 @@ def test_an_open_log_of_nothing_closes() -> None:
     log = OpLog(2)
     assert log.close(0).values.shape == (0, 2)
     log.take_back(0)
-    assert len(log) == 0
+    assert not log._closed

@@ -38,7 +38,7 @@ def test_steps_of_one_worker_make_the_server_s_table(optimizer: RowOptimizer) ->
         before = rows.copy()
         change = steps.step(rows, gradient, 0.25)
         assert rows.tobytes() == before.tobytes(), "the caller's rows stay"
-        cache.inc(change)
+        cache.own.inc(change)
         adder.add(cache.own.close(batch))
         adder.apply(1.0, batch + 1)
         reference.add(gradient)
