@@ -59,6 +59,8 @@ def items_of(source: Any, argument: str = "source") -> Items:
 def _records(values: Iterator[Any], encode: Callable[[Any], bytes], argument: str) -> Iterator[bytes]:
     for number, value in enumerate(values):
         try:
+            if _encoder(value) is not encode:
+                raise TypeError(f"it is {type(value).__name__}")
             record = encode(value)
         except (TypeError, ValueError, SampleError) as exc:
             raise ConfigError(
@@ -98,33 +100,20 @@ def _values(source: Any, argument: str) -> Iterator[Any]:
     )
 
 
-def _encoder(first: Any) -> Callable[[Any], bytes]:
-    if isinstance(first, bytes | bytearray | memoryview):
-        return _bytes
-    if isinstance(first, str):
-        return _text
-    if isinstance(first, Mapping | msgspec.Struct) or dataclasses.is_dataclass(first):
+def _encoder(value: Any) -> Callable[[Any], bytes]:
+    """Return the function that encodes values of this kind. Raises TypeError if there is none."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes
+    if isinstance(value, str):
+        return str.encode
+    if isinstance(value, Mapping | msgspec.Struct) or dataclasses.is_dataclass(value):
         return _json
-    if isinstance(first, Sample) or (isinstance(first, tuple | list) and len(first) == 2):
+    if isinstance(value, Sample) or (isinstance(value, tuple | list) and len(value) == 2):
         return _pair
-    raise TypeError(f"it is {type(first).__name__}")
-
-
-def _bytes(value: Any) -> bytes:
-    if not isinstance(value, bytes | bytearray | memoryview):
-        raise TypeError(f"it is {type(value).__name__}")
-    return bytes(value)
-
-
-def _text(value: Any) -> bytes:
-    if not isinstance(value, str):
-        raise TypeError(f"it is {type(value).__name__}")
-    return value.encode()
+    raise TypeError(f"it is {type(value).__name__}")
 
 
 def _json(value: Any) -> bytes:
-    if isinstance(value, str | bytes | int | float | list | tuple | None):
-        raise TypeError(f"it is {type(value).__name__}")
     return msgspec.json.encode(value, enc_hook=_plain)
 
 
@@ -138,6 +127,4 @@ def _plain(value: Any) -> Any:
 
 
 def _pair(value: Any) -> bytes:
-    if not isinstance(value, tuple | list) or not (len(value) == 2 or isinstance(value, Sample)):
-        raise TypeError(f"it is {type(value).__name__}")
     return pairs.encode(*value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import time
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 from rich.console import Console
 from rich.text import Text
@@ -18,19 +18,26 @@ _MESSAGES: Final = 6  # the newest ones, under the panel of a notebook
 WIDTH: Final = 110  # characters of a notebook's panel
 
 
-class View(Protocol):
-    """A context manager that shows messages and panels."""
+class View:
+    """A context manager that shows messages and panels; this class shows nothing."""
 
-    def say(self, text: str) -> None: ...
-    def show(self, panel: str, line: str) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *exc: object) -> None: ...
+    def say(self, text: str) -> None:
+        """Show a message."""
+
+    def show(self, panel: str, line: str) -> None:
+        """Show the state of the run, as a panel with ANSI codes or as one line."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
 
 
 def make_view(progress: bool) -> View:
     """Return a live panel in a notebook or a terminal, otherwise lines; an empty view if `progress` is False."""
     if not progress:
-        return _Silent()
+        return View()
     if in_notebook():
         return _Notebook()
     return _Terminal() if sys.stderr.isatty() else _Lines()
@@ -43,21 +50,7 @@ def in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-class _Silent:
-    def say(self, text: str) -> None:
-        return None
-
-    def show(self, panel: str, line: str) -> None:
-        return None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-
-class _Lines(_Silent):
+class _Lines(View):
     def __init__(self) -> None:
         self._next_s = 0.0
 
@@ -70,7 +63,7 @@ class _Lines(_Silent):
             self.say(line)
 
 
-class _Terminal(LivePanel):
+class _Terminal(LivePanel, View):
     def say(self, text: str) -> None:
         self._print(text)
 
@@ -78,7 +71,7 @@ class _Terminal(LivePanel):
         self._live.update(Text.from_ansi(panel), refresh=True)
 
 
-class _Notebook(_Silent):
+class _Notebook(View):
     """One output cell that is replaced, so that a long run shows only one panel."""
 
     def __init__(self) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from doll.config.gates import direction_of
-from doll.config.section import Section
-
-
-def _as_detector(value: Any) -> Any:
-    return {"detector": value} if isinstance(value, str) else value
+from doll.config.section import Section, short_form
 
 
 class DetectorConfig(Section):
@@ -25,7 +21,7 @@ class DetectorConfig(Section):
     """which values are better; one: those near 1; default: known for loss, accuracy and the metrics of doll.metrics"""
 
 
-Detector = Annotated[DetectorConfig, BeforeValidator(_as_detector)]
+Detector = Annotated[DetectorConfig, short_form("detector")]
 
 
 class ReactionConfig(Section):

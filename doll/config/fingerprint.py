@@ -135,6 +135,11 @@ def parse(fingerprint: str) -> dict[str, str]:
     return fields
 
 
+def without_model(fields: Mapping[str, str]) -> dict[str, str]:
+    """Return the fields that come from the job file, as `job_fields`."""
+    return {key: value for key, value in fields.items() if key not in MODEL_KEYS}
+
+
 def difference(expected: str, got: str) -> str:
     """Return the differences of two fingerprints, for an error message; empty if they agree."""
     return differences(parse(expected), parse(got))

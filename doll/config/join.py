@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from doll.config.section import LONGEST_S, Section
+from doll.config.section import LONGEST_S, Section, short_form
 from doll.records.event_times import Unit
 
 OWN_FIELDS: Final = (
     "doll_label_age_s", "doll_is_correction", "doll_replaced_label", "doll_features", "doll_labels",
 )  # fmt: skip
-
-
-def _as_field(value: Any) -> Any:
-    return {"field": value} if isinstance(value, str) else value
 
 
 class _Place(Section):
@@ -45,8 +41,8 @@ class TimeConfig(_Place):
     2026-11-01T00:00:00Z"""
 
 
-Key = Annotated[KeyConfig, BeforeValidator(_as_field)]
-Time = Annotated[TimeConfig, BeforeValidator(_as_field)]
+Key = Annotated[KeyConfig, short_form("field")]
+Time = Annotated[TimeConfig, short_form("field")]
 
 
 class _Topic(Section):

@@ -192,7 +192,6 @@ def explain(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
         loc = _location(item["loc"])
         key = ".".join(loc) or "job file"
         value = item.get("input")
-        shown = _shown(value)
         match item["type"]:
             case "extra_forbidden":
                 known = [name for name in _sibling_keys(root, loc) if name != loc[-1]]
@@ -210,7 +209,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
                 yield f"{key}: {message}" if loc else message
             case _:
                 message = item["msg"][:1].lower() + item["msg"][1:]
-                yield f"{key}: {message}, got {shown}"
+                yield f"{key}: {message}, got {_shown(value)}"
 
 
 def _shown(value: Any) -> str:

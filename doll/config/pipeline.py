@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StringConstraints, model_validator
 
-from doll.config.section import Section
+from doll.config.section import Section, short_form
 
 MAX_STAGES = 64
 MAX_SLOWDOWN = 1_000.0
@@ -26,17 +26,13 @@ class StageDeviceConfig(Section):
     """factor by which each task of this stage is slowed down, to simulate a weaker device on one machine"""
 
 
-def _device(value: Any) -> Any:
-    return {"device": value} if isinstance(value, str) else value
-
-
 def _one_list_or_one_for_each_worker(value: Any) -> Any:
     if isinstance(value, list) and value and not any(isinstance(item, list) for item in value):
         return [value]
     return value
 
 
-StageDevice = Annotated[StageDeviceConfig, BeforeValidator(_device)]
+StageDevice = Annotated[StageDeviceConfig, short_form("device")]
 
 
 class PipelineConfig(Section):

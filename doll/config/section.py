@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from doll.redaction import holds_credentials
@@ -83,6 +83,11 @@ class Section(BaseModel):
                 if isinstance(number, int | float) and not isinstance(number, bool):
                     _check_limits(info.field_name, field, number)
         return value
+
+
+def short_form(key: str) -> BeforeValidator:
+    """Return a validator for the annotation of a section, with which a text stands for a section with only this key."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
 def _check_limits(name: str, field: FieldInfo, number: float) -> None:

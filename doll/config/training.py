@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from doll.config.policy import POLICIES, PolicyConfig, default_policy
-from doll.config.section import LONGEST_S, Section
+from doll.config.section import LONGEST_S, Section, short_form
 from doll.config.tables import TableConfig
 from doll.config.variants import Variants
 
@@ -199,12 +199,7 @@ class InitFromConfig(Section):
         return value
 
 
-def _named(value: Any) -> Any:
-    """Accept text as the source, instead of a section."""
-    return {"from": value} if isinstance(value, str) else value
-
-
-InitFrom: TypeAlias = Annotated[InitFromConfig, BeforeValidator(_named)]
+InitFrom: TypeAlias = Annotated[InitFromConfig, short_form("from")]
 
 
 class TrainingConfig(Section):

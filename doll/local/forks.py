@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from doll.errors import ServiceUnavailableError
@@ -86,7 +85,6 @@ class ForkServer:
         self._roles: dict[int, Role] = {}
         self._started_pids: list[int] = []
         self._ended_early: dict[int, int] = {}  # exit codes of roles that ended before `start_role` returned
-        self.preload_s: float | None = None
 
     @property
     def pid(self) -> int | None:
@@ -148,9 +146,6 @@ class ForkServer:
 
     def close(self) -> None:
         """Kill the running roles and the fork server. The call may be repeated."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
         if self._process is not None:
             self._process.kill()  # its children are killed with it
             self._process.wait()
@@ -180,8 +175,6 @@ class ForkServer:
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             match json.loads(line):
-                case {"ready": float() | int() as seconds}:
-                    self.preload_s = seconds
                 case {"started": int() as pid}:
                     self._started_pids.append(pid)
                 case {"ended": int() as pid, "code": int() as code}:
@@ -203,7 +196,5 @@ class ForkServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

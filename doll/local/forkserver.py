@@ -2,8 +2,8 @@
 5 s.
 
 `python -m doll.local.forkserver FD MODULE...` exchanges JSON lines over the socket FD: requests `{"start": {...}}` and
-`{"kill": pid, "signal": n}`; answers `{"ready": s}`, `{"started": pid}`, `{"ended": pid, "code": c}`. The process exits
-when its parent exits or closes the socket, and its children end with it.
+`{"kill": pid, "signal": n}`; answers `{"started": pid}`, `{"ended": pid, "code": c}`. The process exits when its parent
+exits or closes the socket, and its children end with it.
 
 On macOS, a process that has loaded torch cannot be forked. The process then loads nothing, and starts a new interpreter
 for each role: `python -m doll.local.forkserver --role TARGET ARGUMENTS`, with the arguments in JSON.
@@ -22,7 +22,6 @@ import selectors
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -42,7 +41,6 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _run_role(argv[1], json.loads(argv[2]))
     server_socket = socket.socket(fileno=int(argv[0]))
-    began_s = time.monotonic()
     for name in argv[1:]:
         try:
             importlib.import_module(name)
@@ -54,7 +52,7 @@ def main(argv: list[str]) -> int:
         sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()  # the children's garbage collector then does not touch these pages, so they stay shared
-    return _Server(server_socket).run(time.monotonic() - began_s)
+    return _Server(server_socket).run()
 
 
 class _Server:
@@ -66,11 +64,10 @@ class _Server:
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
 
-    def run(self, preload_s: float) -> int:
+    def run(self) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the wake-up descriptor works only with a handler
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        self._send({"ready": round(preload_s, 3)})
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)

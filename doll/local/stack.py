@@ -79,28 +79,21 @@ def has_kafka_data(run_folder: Path) -> bool:
     return (folder / "data" / "meta.properties").is_file() or nodes_with_data(folder) > 0
 
 
+@dataclass(frozen=True)
 class _Chooser:
     """A chooser of the best available Kafka, Redis and blob store. Services that it starts end when `started` is
     closed."""
 
-    def __init__(
-        self,
-        config: JobConfig,
-        folder: Path,
-        say: Callable[[str], None],
-        started: contextlib.ExitStack,
-        advertised_ports: Sequence[Mapping[str, int]],
-    ) -> None:
-        self._config = config
-        self._folder = folder
-        self._say = say
-        self._started = started
-        self._advertised_ports = advertised_ports
-        self.notes: list[str] = []
+    config: JobConfig
+    folder: Path
+    say: Callable[[str], None]
+    started: contextlib.ExitStack
+    advertised_ports: Sequence[Mapping[str, int]]
+    notes: list[str] = field(default_factory=list)
 
     def blobs(self, redis_kind: Kind) -> str:
         """Return the folder in shared memory for weights and gradients; empty if they go through Redis."""
-        kind = self._config.blobs.kind
+        kind = self.config.blobs.kind
         # Processes on other machines can use a given Redis, so its blobs must be there; a local Redis is used by local
         # processes only.
         if kind == "redis" or (kind == "auto" and redis_kind in ("given", "environment")):
@@ -112,16 +105,16 @@ class _Chooser:
                 )
             self._note(f"blobs: through Redis, because {problem}")
             return ""
-        folder = self._started.enter_context(shared_memory.run_folder())
+        folder = self.started.enter_context(shared_memory.run_folder())
         self._note(f"blobs: {folder}, shared memory")
         return str(folder)
 
     def redis(self) -> tuple[str, Kind, LocalRedis | None]:
         """Return URL, kind, and the server if this run has started one."""
         reasons_against: list[str] = []
-        url = redis_address(self._config)
+        url = redis_address(self.config)
         if url is not None:
-            is_given = bool(self._config.redis.address)
+            is_given = bool(self.config.redis.address)
             if (problem := redis_problem(Services("", url))) is None:
                 return url, self._found("Redis", url, is_given), None
             if is_given:
@@ -129,41 +122,41 @@ class _Chooser:
             reasons_against.append(f"{REDIS_ENV}={url} does not answer")
         if redis_server.find_executable() is None:
             raise ConfigError(f"no Redis: {'; '.join((*reasons_against, redis_server.MISSING))}")
-        server = self._started.enter_context(LocalRedis(self._folder / "redis"))
+        server = self.started.enter_context(LocalRedis(self.folder / "redis"))
         self._note(f"Redis: {server.address}, started on this machine", reasons_against)
         return server.address, "local", server
 
     def kafka(self) -> tuple[str, Kind, LocalKafka | KafkaCluster | None]:
         """Return bootstrap servers, kind, and the broker or cluster if this run has started one."""
-        address, is_given = kafka_address(self._config), bool(self._config.kafka.address)
-        if address is not None and len(self._advertised_ports) > 1:
+        address, is_given = kafka_address(self.config), bool(self.config.kafka.address)
+        if address is not None and len(self.advertised_ports) > 1:
             raise ConfigError(
-                f"cannot start {len(self._advertised_ports)} brokers, because an address of Kafka is configured: "
+                f"cannot start {len(self.advertised_ports)} brokers, because an address of Kafka is configured: "
                 f"unset kafka.address and {KAFKA_ENV}"
             )
-        if address is None or (not is_given and has_kafka_data(self._folder.parent)):
+        if address is None or (not is_given and has_kafka_data(self.folder.parent)):
             return self._local_broker(())
-        if (problem := kafka_problem(self._config, Services(address, ""), _REACHABLE_S)) is None:
+        if (problem := kafka_problem(self.config, Services(address, ""), _REACHABLE_S)) is None:
             return address, self._found("Kafka", address, is_given), None
-        if is_given or self._config.kafka.security != "plaintext" or self._config.data.topic is not None:
+        if is_given or self.config.kafka.security != "plaintext" or self.config.data.topic is not None:
             raise ServiceUnavailableError(problem)  # no other Kafka will do
         return self._local_broker([f"{KAFKA_ENV}={address} does not answer"])
 
     def _local_broker(self, reasons_against: Sequence[str]) -> tuple[str, Kind, LocalKafka | KafkaCluster]:
         if (missing := kafka_jars.unavailable_reason()) is not None:
             raise ConfigError(f"no Kafka: {'; '.join((*reasons_against, missing))}; {kafka_jars.advice()}")
-        folder = self._folder / "kafka"
+        folder = self.folder / "kafka"
         # The data of several nodes needs as many brokers.
-        advertised_ports = (*self._advertised_ports, *({},) * (nodes_with_data(folder) - len(self._advertised_ports)))
+        advertised_ports = (*self.advertised_ports, *({},) * (nodes_with_data(folder) - len(self.advertised_ports)))
         if len(advertised_ports) > 1:
-            self._say(f"Kafka: starting {len(advertised_ports)} brokers on this machine (about 15 s)")
-            cluster = self._started.enter_context(KafkaCluster(folder, advertised_ports, say=self._say))
+            self.say(f"Kafka: starting {len(advertised_ports)} brokers on this machine (about 15 s)")
+            cluster = self.started.enter_context(KafkaCluster(folder, advertised_ports, say=self.say))
             self._note(
                 f"Kafka: {cluster.address}, {len(advertised_ports)} brokers started on this machine", reasons_against
             )
             return cluster.address, "local", cluster
-        self._say("Kafka: starting a broker on this machine (about 6 s)")
-        broker = self._started.enter_context(LocalKafka(folder, say=self._say, advertised_ports=advertised_ports[0]))
+        self.say("Kafka: starting a broker on this machine (about 6 s)")
+        broker = self.started.enter_context(LocalKafka(folder, say=self.say, advertised_ports=advertised_ports[0]))
         self._note(f"Kafka: {broker.address}, a broker started on this machine", reasons_against)
         return broker.address, "local", broker
 
@@ -174,4 +167,4 @@ class _Chooser:
     def _note(self, text: str, reasons_against: Sequence[str] = ()) -> None:
         note = f"{text} (alternatives not available: {'; '.join(reasons_against)})" if reasons_against else text
         self.notes.append(note)
-        self._say(note)
+        self.say(note)

@@ -6,7 +6,7 @@ import fnmatch
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -73,6 +73,7 @@ def backoff_s(failures: int) -> float:
     return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (failures - 1))
 
 
+@dataclass(eq=False, repr=False)
 class Supervisor:
     """A supervisor that keeps named roles running. It has no threads: call `poll` a few times a second.
 
@@ -80,19 +81,12 @@ class Supervisor:
     `sleep` is used only by `stop`.
     """
 
-    def __init__(
-        self,
-        launch: Callable[[RoleSpec], Handle],
-        *,
-        on_restart: Callable[[Restart], None] = lambda restart: None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._launch = launch
-        self._on_restart = on_restart
-        self._clock = clock
-        self._sleep = sleep
-        self._states: dict[str, _RoleState] = {}
+    launch: Callable[[RoleSpec], Handle]
+    _: KW_ONLY
+    on_restart: Callable[[Restart], None] = lambda restart: None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _states: dict[str, _RoleState] = field(default_factory=dict, init=False)
 
     def start(self, spec: RoleSpec) -> Handle:
         """Start a role and keep it running. The name of an ended role may be used again."""
@@ -111,20 +105,20 @@ class Supervisor:
             if state.handle is not None and (code := state.handle.poll()) is not None:
                 state.handle = None
                 self._ended(state, code)
-            if state.restart_at_s is not None and self._clock() >= state.restart_at_s:
+            if state.restart_at_s is not None and self.clock() >= state.restart_at_s:
                 state.restart_at_s = None
                 self._run(state)
 
     def _run(self, state: _RoleState) -> Handle:
-        state.started_s = self._clock()
-        state.handle = self._launch(state.spec)
+        state.started_s = self.clock()
+        state.handle = self.launch(state.spec)
         return state.handle
 
     def _ended(self, state: _RoleState, code: int) -> None:
         if code == 0:
             state.exit_code = 0
             return
-        uptime_s = self._clock() - state.started_s
+        uptime_s = self.clock() - state.started_s
         state.failures = state.failures + 1 if uptime_s < HEALTHY_AFTER_S else 1
         log_tail = f"the end of {state.spec.log_path}:\n{tail(state.spec.log_path)}"
         if code == ConfigError.exit_code:
@@ -140,8 +134,8 @@ class Supervisor:
                 f"the last time with {describe_exit(code)}; {log_tail}"
             )
         wait_s = backoff_s(state.failures)
-        state.restart_at_s = self._clock() + wait_s
-        self._on_restart(Restart(state.spec.name, code, state.failures, wait_s))
+        state.restart_at_s = self.clock() + wait_s
+        self.on_restart(Restart(state.spec.name, code, state.failures, wait_s))
 
     def reset_failures(self, name: str) -> None:
         """Reset the failures of a role, before it is killed intentionally."""
@@ -157,7 +151,7 @@ class Supervisor:
 
     def adopt(self, spec: RoleSpec, handle: Handle) -> None:
         """Supervise a running process. Its name must be free, or the role of that name must have ended."""
-        self._add(_RoleState(spec, handle, self._clock()))
+        self._add(_RoleState(spec, handle, self.clock()))
 
     def _add(self, state: _RoleState) -> _RoleState:
         old = self._states.get(state.spec.name)
@@ -192,13 +186,13 @@ class Supervisor:
         handles = {name: handle for name, handle in self.handles().items() if fnmatch.fnmatch(name, pattern)}
         for handle in handles.values():
             handle.terminate()
-        deadline_s = self._clock() + grace_s
+        deadline_s = self.clock() + grace_s
         while handles:
             for name, handle in list(handles.items()):
                 if (code := handle.poll()) is not None:
                     del handles[name]
                     self._states[name].handle, self._states[name].exit_code = None, code
-                elif self._clock() >= deadline_s:
+                elif self.clock() >= deadline_s:
                     handle.kill()
             if handles:
-                self._sleep(_POLL_S)
+                self.sleep(_POLL_S)

@@ -105,10 +105,6 @@ class BillLine:
     free: bool = False
     machines: int = 1
 
-    def to_dict(self) -> dict[str, Any]:
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        return plain
-
 
 @dataclass(frozen=True)
 class Bill:
@@ -370,7 +366,7 @@ class BillingAccount(KeptState):
         return series
 
     def to_dict(self) -> dict[str, Any]:
-        lines = [line.to_dict() for line in self._lines.values()]
+        lines = msgspec.to_builtins(list(self._lines.values()))
         return {"lines": lines, "archived_bill": self._archived_bill.to_dict(), **super().to_dict()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:

@@ -29,22 +29,22 @@ class JobClock(KeptState):
     """The clock of one run of a job.
 
     Attributes:
-        started_s: start of the clock in Unix seconds, which the job's settings may state. None before the first turn.
+        started_s: start of the clock in Unix seconds. None before the first turn.
         generation: generation of the job's run on its topics.
         begun_s: Unix time of the start of this run. Instances that ended before belong to an earlier run.
     """
 
     KEPT: ClassVar = {"started_s": float, "generation": int, "begun_s": float}
 
-    def __init__(self, started_s: float | None) -> None:
-        self.started_s = started_s
+    def __init__(self) -> None:
+        self.started_s: float | None = None
         self.generation = 0
         self.begun_s = -math.inf
         self.ignores_earlier_runs = False  # the stored state belongs to another run; the next turn starts a new run
 
-    def begin_run(self, observed: Observed, now_s: float, stated_s: float | None) -> bool:
+    def begin_run(self, observed: Observed, now_s: float) -> bool:
         """Record the job's generation. Returns whether a new generation has begun after a run with saved state; the
-        bill of that run must then be cleared. `stated_s` is the start from the settings."""
+        bill of that run must then be cleared."""
         if self.ignores_earlier_runs:
             self.ignores_earlier_runs, self.begun_s = False, now_s
             self.started_s = now_s if self.started_s is None else self.started_s
@@ -54,7 +54,7 @@ class JobClock(KeptState):
         self.begun_s = began_s if 0 < began_s <= now_s else now_s
         if self.started_s is None:
             return False
-        self.started_s = self.begun_s if stated_s is None else stated_s
+        self.started_s = self.begun_s
         return True
 
     def start(self, observed: Observed, listed: Sequence[Instance], now_s: float) -> None:
@@ -70,12 +70,6 @@ class JobClock(KeptState):
         # Records may be wrong: a start in the future is ignored.
         if announced is not None and 0 < announced.started_s <= now_s:
             self.started_s = announced.started_s
-
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Restore the saved state. A start from the settings replaces the saved start."""
-        stated_s = self.started_s
-        super().restore(kept)
-        self.started_s = self.started_s if stated_s is None else stated_s
 
 
 class JobState(KeptState):
@@ -114,7 +108,7 @@ class JobState(KeptState):
         self.plan = MarketPlan(settings, billing, probe, dry_run=dry_run)
         self.instances = InstanceTracker(settings.num_slots)
         self.billing = BillingAccount(billing, prices.series)
-        self.clock = JobClock(settings.started_s)
+        self.clock = JobClock()
         self.health = JobHealth()
         self.turn = 0
         self.prices: Prices | None = None

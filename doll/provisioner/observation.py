@@ -243,8 +243,7 @@ class Observed(KeptState):
             self.ps_last_seen_s = max(self.ps_last_seen_s, at_s)
         match record:
             case records.Join() if self._is_slot(record.worker):
-                slot = self._slots[record.worker]
-                slot.note_incarnation(record.incarnation)
+                self._slots[record.worker].note_incarnation(record.incarnation)
             case records.Welcome() if self._is_slot(record.worker):
                 self._welcomed(self._slots[record.worker], record, at_s)
             case records.Alive() | records.Announce() | records.Push() if self._is_slot(record.worker):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from doll import telemetry
 from doll.errors import CheckpointError, ConfigError, ServiceUnavailableError
@@ -75,7 +75,7 @@ def end_others(turn: Turn) -> None:
 def begin_run(turn: Turn) -> None:
     """Start the job's clock in the first turn of a run. Without a saved state, topics and tags show the start."""
     job, now_s, announced = turn.job, turn.now_s, turn.job.observed.last_decision
-    if job.clock.begin_run(job.observed, now_s, job.settings.started_s):
+    if job.clock.begin_run(job.observed, now_s):
         log.info("generation_started", generation=job.clock.generation, action="clock, work and bill begin again")
         job.plan.begin_generation()
         job.billing.clear()
@@ -150,7 +150,7 @@ def _bill_ended(instance: Instance, turn: Turn) -> None:
         turn.alarms.append(f"{instance.id} cannot be billed yet: {exc}")
         return
     del known.known[instance.id]
-    turn.executor.journal("ended", turn.now_s, **line.to_dict())
+    turn.executor.journal("ended", turn.now_s, **asdict(line))
 
 
 def bill_instances(turn: Turn) -> None:

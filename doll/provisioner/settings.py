@@ -39,7 +39,6 @@ class ControllerSettings:
         heartbeat_timeout_s: a worker that sends nothing for this time, while others do, counts as not working.
         target_error, measure: error target, and its measure, for new estimates of the work from the job's held-out
             errors. None: the work stays as planned.
-        started_s: start of the job's clock, Unix seconds. None: the first turn.
         machines_per_worker: k, number of machines of an instance, which has either all of them or none. The feed has
             prices of one machine.
         max_stall_s: paid time without an update after which all machines are ended.
@@ -55,7 +54,6 @@ class ControllerSettings:
     heartbeat_timeout_s: float = 30.0
     target_error: float | None = None
     measure: str = "error_rate"
-    started_s: float | None = None
     scale_in: ScaleInSettings | None = None
     machines_per_worker: int = 1
     max_stall_s: float = 3600.0

@@ -82,17 +82,15 @@ def page_beside(target: Target, port: int, metrics: ReadMetrics, say: Say) -> It
 @contextlib.contextmanager
 def _opened(target: Target, metrics: ReadMetrics | None) -> Iterator[tuple[JobSource, str]]:
     """Yield the source of the page's state, and a description of it."""
-    with _job_or_run(target) as (source, what):
-        if metrics is None:
-            yield source, what
-            return
-        both = WithModelServer(source, metrics)
-        with both.watched():
-            yield both, what
+    with contextlib.ExitStack() as opened:
+        source, what = _job_or_run(target, opened)
+        if metrics is not None:
+            source = WithModelServer(source, metrics)
+            opened.enter_context(source.watched())
+        yield source, what
 
 
-@contextlib.contextmanager
-def _job_or_run(target: Target) -> Iterator[tuple[JobSource, str]]:
+def _job_or_run(target: Target, opened: contextlib.ExitStack) -> tuple[JobSource, str]:
     beside = RunFolder(target.path.parent.resolve())  # the job file of a run is in its folder
     run = beside if beside.report.exists() else target.run
     if not run.report.exists():
@@ -103,7 +101,6 @@ def _job_or_run(target: Target) -> Iterator[tuple[JobSource, str]]:
                 raise
         else:
             job = RunningJob(target.config, run.path)
-            with job.followed(services):
-                yield job, f"page of job {target.config.job}"
-            return
-    yield EndedRun(target.config, run.path), f"page of the run in {display_path(run.path)}"
+            opened.enter_context(job.followed(services))
+            return job, f"page of job {target.config.job}"
+    return EndedRun(target.config, run.path), f"page of the run in {display_path(run.path)}"

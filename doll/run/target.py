@@ -108,9 +108,8 @@ def settle_locked(run: RunFolder) -> None:
         return
     wanted = load(run.next_job)
     checkpoint = open_store(wanted, run.path).load_newest(None)
-    saved = {} if checkpoint is None else fingerprint.parse(checkpoint.fingerprint)
-    of_job = {key: value for key, value in saved.items() if key not in fingerprint.MODEL_KEYS}
-    if checkpoint is not None and of_job == fingerprint.job_fields(wanted):
+    saved = {} if checkpoint is None else fingerprint.without_model(fingerprint.parse(checkpoint.fingerprint))
+    if checkpoint is not None and saved == fingerprint.job_fields(wanted):
         counts = decode_counts(checkpoint.state)
         take_next_job(run, 0 if counts is None else len(counts.earlier_grids))
     else:

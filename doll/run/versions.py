@@ -42,11 +42,7 @@ def list_versions(target: Target) -> list[VersionLine]:
     Raises:
         CheckpointError: the store cannot be read.
     """
-    store = open_store(target.config, target.run.path)
-    return _lines(store, job_records(target))
-
-
-def _lines(store: CheckpointStore, records: VersionRecords) -> list[VersionLine]:
+    store, records = open_store(target.config, target.run.path), job_records(target)
     marks = store.read_marks()
     newest = {item.version: item for item in store.stored()}
     lines = []

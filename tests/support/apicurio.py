@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 
 from doll.errors import ServiceUnavailableError
 from doll.local import processes
-from doll.local.kafka_jars import CACHE_ENV, java_version
+from doll.local.kafka_jars import CACHE_ENV, JAVA_VERSION
 from waiting import until
 
 VERSION: Final = "3.3.3"
@@ -36,7 +36,8 @@ def folder() -> Path:
 
 def find_java() -> str | None:
     """A Java of at least `MIN_JAVA`."""
-    return next((java for java in _candidates() if java_version(java) >= MIN_JAVA), None)
+    fitting = (java for java in _candidates() if processes.version_of(java, "-version", JAVA_VERSION) >= (MIN_JAVA,))
+    return next(fitting, None)
 
 
 def _candidates() -> Iterator[str]:

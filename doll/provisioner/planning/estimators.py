@@ -115,16 +115,12 @@ class AvailabilityEstimator(KeptState):
         total = sum(sizes)
         return sum(size * size for size in sizes) / total if total else 1.0
 
-    def alpha(self, level: float = 0.9) -> Alpha:
-        """Return the median of α, and the interval that contains α with probability `level`."""
-        checks.fraction(level=level)
+    def alpha(self) -> Alpha:
+        """Return the median of α, and the interval that contains α with probability 0.9."""
         effect = self.design_effect
         counts = (self._ends_of_up / effect, self._ends_of_down / effect)
         times = (self._up_s / effect + self._prior_up_s, self._down_s / effect + self._prior_down_s)
-        low, point, high = (
-            min(max(alpha_quantile(p, *counts, *times), 1e-3), 1 - 1e-6)
-            for p in ((1 - level) / 2, 0.5, (1 + level) / 2)
-        )
+        low, point, high = (min(max(alpha_quantile(p, *counts, *times), 1e-3), 1 - 1e-6) for p in (0.05, 0.5, 0.95))
         return Alpha(point, low, high)
 
     @property

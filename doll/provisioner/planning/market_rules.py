@@ -135,7 +135,7 @@ def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bo
         even = max(0.0, slack.total_per_s * span_s - settings.samples) * max(0.0, sooner.time_s) / span_s
     if sooner.spare_samples < settings.slack_reserve * even or sooner.spare_samples < 0:
         working = slack.total_per_s - float(state.rates_per_s[down].sum())
-        chosen &= ~first_by_rate(down, state.rates_per_s, sooner.needed_per_s - working, fastest=True)
+        chosen &= ~fastest(down, state.rates_per_s, sooner.needed_per_s - working)
     if sooner.spare_samples >= settings.return_reserve * even:
         chosen |= affordable(returnable(state, settings) & worth, state, settings, slack)
     return chosen
@@ -161,8 +161,8 @@ def theorem(state: PlannerState, settings: PlannerSettings, slack: Slack, worth:
     if on_spot > allowed + 1e-9 * slack.total_per_s:
         excess = on_spot - max(0.0, allowed)
         down = chosen & ~state.spot_available
-        moved = first_by_rate(down, rates, excess, fastest=True)
-        moved |= first_by_rate(chosen & ~down, rates, excess - float(rates[moved].sum()), fastest=True)
+        moved = fastest(down, rates, excess)
+        moved |= fastest(chosen & ~down, rates, excess - float(rates[moved].sum()))
         chosen &= ~moved
     elif allowed - on_spot > band:
         order = np.flatnonzero(returnable(state, settings) & worth)
@@ -197,13 +197,13 @@ def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, s
     return chosen
 
 
-def first_by_rate(among: Bools, rates: Floats, needed_per_s: float, *, fastest: bool) -> Bools:
-    """Return the fewest slots, fastest (or slowest) first, whose rates add up to `needed_per_s`; otherwise all."""
+def fastest(among: Bools, rates: Floats, needed_per_s: float) -> Bools:
+    """Return the fewest slots, fastest first, whose rates add up to `needed_per_s`; otherwise all."""
     chosen = np.zeros(len(rates), dtype=np.bool_)
     slots = np.flatnonzero(among)
     if needed_per_s <= 0 or not slots.size:
         return chosen
-    order = slots[np.argsort(-rates[slots] if fastest else rates[slots], kind="stable")]
+    order = slots[np.argsort(-rates[slots], kind="stable")]
     count = int(np.searchsorted(np.cumsum(rates[order]), needed_per_s * (1 - 1e-9))) + 1
     chosen[order[:count]] = True
     return chosen

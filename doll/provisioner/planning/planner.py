@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -47,9 +47,6 @@ class Forecast:
     finish_sd_s: float
     miss_prob: float
     over_budget: bool
-
-    def to_dict(self) -> dict[str, float | bool]:
-        return asdict(self)
 
 
 def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, slack: Slack) -> Forecast:

@@ -23,6 +23,8 @@ from doll.theory.checks import Floats
 from doll.theory.scale_in import Pace, ReferenceCurve, Score
 
 MOST_POINTS: Final = 2048
+_CONFIRMATIONS: Final = 5  # the knee counts after it has stayed the same for as many evaluations of new losses
+_IGNORED_STEPS: Final = 4  # after a removal, whose duration does not count
 _Point = tuple[float, float, float]  # newest step, its time, mean loss
 
 
@@ -118,11 +120,7 @@ class TunerSettings:
         min_workers: p_min, minimum number of workers, at least 1.
         elapsed_reference: whether to compare with the loss that all workers would have reached by now. False: compare
             with the loss of all workers at the same step, as the paper does.
-        span, fit_span: number of points in the moving averages, used to find the knee and before a curve is fitted (0:
-            no average).
-        confirmations: number of consecutive evaluations of new losses for which the knee must stay the same before it
-            counts.
-        ignored_steps: number of steps after a removal whose duration does not count.
+        fit_span: number of points in the moving average before a curve is fitted; 0: no average.
     """
 
     every_s: float = 20.0
@@ -131,15 +129,12 @@ class TunerSettings:
     knee_slope: float = -6e-4
     min_workers: int = 1
     elapsed_reference: bool = False
-    span: float = scale_in.SPAN
     fit_span: float = scale_in.FIT_SPAN
-    confirmations: int = 5
-    ignored_steps: int = 4
 
     def __post_init__(self) -> None:
-        checks.positive(every_s=self.every_s, horizon_s=self.horizon_s, span=self.span, min_workers=self.min_workers)
+        checks.positive(every_s=self.every_s, horizon_s=self.horizon_s, min_workers=self.min_workers)
         checks.fraction(threshold=self.threshold)
-        checks.non_negative(confirmations=self.confirmations, ignored_steps=self.ignored_steps, fit_span=self.fit_span)
+        checks.non_negative(fit_span=self.fit_span)
         if not (math.isfinite(self.knee_slope) and self.knee_slope < 0):
             raise ValueError(f"knee_slope: expected a number below 0 (the loss falls), got {self.knee_slope}")
 
@@ -211,12 +206,12 @@ class ScaleInTuner(KeptState):
             return "no update since the last decision"
         self._looked_at_step = history.last_step
         steps, losses = history.curve()
-        at = scale_in.knee(steps, losses, settings.knee_slope, settings.span)
+        at = scale_in.knee(steps, losses, settings.knee_slope, scale_in.SPAN)
         if at is None or self._knee is None or at > self._knee:
             self._knee, self._confirmations = at, 0
         else:
             self._confirmations += 1
-        if self._knee is None or self._confirmations < settings.confirmations:
+        if self._knee is None or self._confirmations < _CONFIRMATIONS:
             return "the loss curve has no knee yet"
         curve = scale_in.fit_reference(steps, scale_in.ewma(losses, settings.fit_span))
         step_s = scale_in.mean_step_s(history.step_seconds())
@@ -272,7 +267,7 @@ class ScaleInTuner(KeptState):
         return now_s**2 * workers / (then_s**2 * (workers - 1))
 
     def _step_time_now(self, history: LossHistory) -> list[tuple[int, float, int]]:
-        skip = self.settings.ignored_steps if self.removals else 0
+        skip = _IGNORED_STEPS if self.removals else 0
         seconds = history.step_seconds(self._removed_step, skip)
         step_s = scale_in.mean_step_s(seconds)
         return [] if step_s is None else [(self.workers, step_s, len(seconds))]

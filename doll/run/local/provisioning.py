@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -136,10 +136,7 @@ def run_provisioner(job: Path, services: Services, run_folder: Path, cluster: Ac
     def read() -> JobConfig:
         return job_on(load(job), cluster, services, run_folder)
 
-    def machines(config: JobConfig, services: Services, folder: Path) -> AbstractContextManager[Machines]:
-        return open_machines(config, folder)
-
-    setup = ProvisionerSetup(read(), lambda: services, run_folder, machines, settings_of, read, job)
+    setup = ProvisionerSetup(read(), lambda: services, run_folder, machines_of, settings_of, read, job)
     with Interrupts() as interrupts, ProvisionerProcess(setup) as provisioner:
         provisioner.read_history()
         interrupts.graceful = True
@@ -149,28 +146,25 @@ def run_provisioner(job: Path, services: Services, run_folder: Path, cluster: Ac
     return 0 if decision.finished else 1
 
 
-@contextmanager
-def machines_of(config: JobConfig, services: Services, run_folder: Path) -> Iterator[Machines]:
-    """Yield the machines of the job.
+def machines_of(config: JobConfig, services: Services, run_folder: Path) -> AbstractContextManager[Machines]:
+    """Open the machines of the job.
 
     Raises:
         ConfigError: the fleet cannot be used with the settings of the job file.
     """
-    with ExitStack() as stack:
-        if isinstance(config.fleet, ProcessesFleetConfig):
-            yield _processes(config, config.fleet, services, RunFolder(run_folder), stack)
-        else:
-            yield stack.enter_context(open_machines(config, run_folder))
+    if isinstance(config.fleet, ProcessesFleetConfig):
+        return _open_processes(config, config.fleet, services, RunFolder(run_folder))
+    return open_machines(config, run_folder)
 
 
-def _processes(
-    config: JobConfig, fleet_config: ProcessesFleetConfig, services: Services, run: RunFolder, stack: ExitStack
-) -> Machines:
-    """Return worker processes as machines, on a replayed market that opens now. They end with this process."""
+@contextmanager
+def _open_processes(
+    config: JobConfig, fleet_config: ProcessesFleetConfig, services: Services, run: RunFolder
+) -> Iterator[Machines]:
+    """Yield worker processes as machines, on a replayed market that opens now. They end with this process."""
     market, _ = make_market(config, fleet_config, config.seed)
     run.logs.mkdir(parents=True, exist_ok=True)
     run.write_job(config)
-    forks = stack.enter_context(ForkServer(run.logs / "forkserver.log"))
     clock = MarketClock()
     clock.open(time.time())
 
@@ -178,14 +172,16 @@ def _processes(
         arguments = [str(run.job), services.kafka, services.redis, str(run.path), instance.slot]
         return RoleSpec(instance.id, "doll.run.local.roles:worker_role", run.logs / f"{instance.id}.log", arguments)
 
-    fleet = ProcessFleet(
-        forks, spec, run.path, market=market, market_clock=clock, boot_s=fleet_config.boot_s,
-        drain_s=config.worker.drain_s, job=config.job,
-    )  # fmt: skip
-    stack.callback(fleet.close)
-    return Machines(
-        fleet, TracePrices(market, clock), LOCAL, probe=lambda slot: market.is_up(slot, clock.since(time.time()))
-    )
+    def probe(slot: int) -> bool:
+        return market.is_up(slot, clock.since(time.time()))
+
+    with ForkServer(run.logs / "forkserver.log") as forks:
+        fleet = ProcessFleet(
+            forks, spec, run.path, market=market, market_clock=clock, boot_s=fleet_config.boot_s,
+            drain_s=config.worker.drain_s, job=config.job,
+        )  # fmt: skip
+        with closing(fleet):
+            yield Machines(fleet, TracePrices(market, clock), LOCAL, probe)
 
 
 def pass_on(config: JobConfig, run_folder: Path) -> None:

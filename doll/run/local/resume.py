@@ -68,8 +68,7 @@ def check_same_ledger(run: RunFolder, config: JobConfig) -> None:
     checkpoint = open_store(config, run.path).load_newest(None)
     original, wanted = fingerprint.job_fields(load(run.job)), fingerprint.job_fields(config)
     if checkpoint is not None:
-        saved = fingerprint.parse(checkpoint.fingerprint)
-        original = {key: value for key, value in saved.items() if key not in fingerprint.MODEL_KEYS}
+        original = fingerprint.without_model(fingerprint.parse(checkpoint.fingerprint))
     if refused := fingerprint.resume_refusal(original, wanted):
         raise ConfigError(f"{run.path}: {refused}")
     if checkpoint is not None:

@@ -75,28 +75,17 @@ class Offers:
                 Filters=[{"Name": "location", "Values": zones}, {"Name": "instance-type", "Values": list(self._types)}],
             )
             offered = {
-                (offering["InstanceType"], offering["Location"])
+                Ec2Pool(offering["InstanceType"], offering["Location"])
                 for page in pages
                 for offering in page["InstanceTypeOfferings"]
             }
         except aws_errors() as error:
             raise launch_error("looking up subnets and instance types", error) from error
-        by_zone = [
-            (
-                zone,
-                [
-                    Override(type_, subnet, zone)
-                    for subnet in self._subnets
-                    if zone_of[subnet] == zone
-                    for type_ in self._types
-                    if (type_, zone) in offered
-                ],
-            )
-            for zone in zones
-        ]
-        missing = sorted({f"{type_}/{zone}" for type_ in self._types for zone in zones if (type_, zone) not in offered})
-        if missing:
-            log.warning("instance_type_not_offered", pools=missing)
+        wanted = [Override(type_, subnet, zone_of[subnet]) for subnet in self._subnets for type_ in self._types]
+        offers = [override for override in wanted if override.pool in offered]
+        if missing := {override.pool.name for override in wanted if override.pool not in offered}:
+            log.warning("instance_type_not_offered", pools=sorted(missing))
+        by_zone = ((zone, [offer for offer in offers if offer.zone == zone]) for zone in zones)
         self._by_zone = [(zone, overrides) for zone, overrides in by_zone if overrides]
         if not self._by_zone:
             raise LaunchError(
@@ -147,17 +136,8 @@ class Ec2Launcher:
         """Return the possible overrides of an order, by zone. Raises LaunchError if no quota or no pool is left."""
         self._check_quota(order, now_s)
         by_zone = self.offers.by_zone()
-        choices = []
-        for _, overrides in by_zone:
-            usable = [
-                override
-                for override in overrides
-                if override.pool.name not in order.avoid
-                and not self.cache.lacks_capacity(override.pool, order.market, now_s)
-                and self._closed_subnets.get(override.subnet, now_s) <= now_s
-            ]
-            if usable:
-                choices.append(usable)
+        usable = ([override for override in offers if self._is_usable(override, order, now_s)] for _, offers in by_zone)
+        choices = [overrides for overrides in usable if overrides]
         if not choices:
             # The error names no pools, because none was requested, so no pool's backoff starts again.
             codes = {
@@ -170,6 +150,13 @@ class Ec2Launcher:
                 f"{order_text(order)}: no pool is asked now ({known})", failure=LaunchFailure.CAPACITY, code="KnownDry"
             )
         return choices
+
+    def _is_usable(self, override: Override, order: Order, now_s: float) -> bool:
+        return (
+            override.pool.name not in order.avoid
+            and not self.cache.lacks_capacity(override.pool, order.market, now_s)
+            and self._closed_subnets.get(override.subnet, now_s) <= now_s
+        )
 
     def _check_quota(self, order: Order, now_s: float) -> None:
         until_s = self.cache.market_until_s(order.market, now_s)
