@@ -153,8 +153,8 @@ def run(folder: Path, options: Options) -> Report:
         options.seeds,
         "one run each, so the spread is not known" if len(options.seeds) == 1 else "standard deviation over the seeds",
         notes=[
-            "All policies have the same step size, which is the best one of none of them. A step of doll and bsp is "
-            "the mean of four batches; those of the others are added as they come.",
+            "All policies have the same step size, which is the best one of none of them. Four batches together "
+            "make a step of this size; policies whose workers make steps add a fourth of each as they come.",
             "A read counts once for each other live worker; `reads counted` is the lowest share of all runs.",
         ],
         data={"runs": [asdict(run) for run in runs]},
