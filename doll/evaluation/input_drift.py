@@ -100,7 +100,7 @@ class Histogram(msgspec.Struct, kw_only=True):
 
 
 class Reference(msgspec.Struct):
-    """What the newest window is compared with, by column; and the columns that are not watched any more. It is kept in
+    """The histograms of an earlier window by column, and the columns that are not watched any more. It is kept in
     a file."""
 
     histograms: dict[str, Histogram]

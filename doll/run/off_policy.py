@@ -41,7 +41,7 @@ _MOST_NAMED: Final = 3  # reasons for records that are left out
 
 @dataclass(frozen=True, kw_only=True)
 class VersionValue:
-    """What the mean reward would have been if this version had chosen.
+    """The mean reward that is estimated for a version, had it chosen.
 
     Attributes:
         estimates: by the name of the estimator: `ips`, `snips`, and `dr` if the task predicts rewards.

@@ -308,8 +308,8 @@ class ServeApp:
     def _drawn(self, request: ServeRequest) -> Lane:
         """Draw a lane by the shares. Requests with the same value of the header `split_by` get the same lane."""
         key = request.header(self._split_by) if self._split_by else ""
-        digest = hashlib.blake2b(key.encode("latin-1"), digest_size=8, person=b"doll-split").digest()
-        drawn = int.from_bytes(digest) / 2**64 if key else random.random()
+        hashed = hashlib.blake2b(key.encode("latin-1"), digest_size=8, person=b"doll-split").digest()
+        drawn = int.from_bytes(hashed) / 2**64 if key else random.random()
         return self._lanes[min(bisect.bisect(self._limits, drawn * self._limits[-1]), len(self._lanes) - 1)]
 
     def _require_version(self, request: ServeRequest, lane: Lane, answer: Answer) -> None:

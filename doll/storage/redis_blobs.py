@@ -277,8 +277,8 @@ def section_key(key: str, number: int) -> str:
 def _sections(parts: Sequence[Buffer], size: int) -> Iterator[list[Buffer]]:
     """Yield the bytes of `parts`, joined, in sections of `size` bytes, without a copy."""
     section, left = list[Buffer](), size
-    for part in map(memoryview, parts):
-        view = part.cast("B") if part.format != "B" else part
+    for part in parts:
+        view = memoryview(part).cast("B")
         at = 0
         while at < len(view):
             piece = view[at : at + left]

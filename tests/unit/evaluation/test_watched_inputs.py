@@ -126,12 +126,12 @@ def test_the_evaluator_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.M
     evaluator = Evaluator(rig.config, MemoryBlobs(), tmp_path, input_records=rig.samples)
     assert evaluator._inputs is not None
     monkeypatch.setattr(evaluator._inputs, "_clock", lambda: rig.now_s)
-    found = []
+    drifts = []
     for second in range(40):
         rig.now_s += 1.0
         rig.samples.mean = 2.0 * (second >= 20)
-        found += evaluator.watch_inputs()
-    assert [drift.metric for drift in found] == ["x[0]"]
+        drifts += evaluator.watch_inputs()
+    assert [drift.metric for drift in drifts] == ["x[0]"]
     (line,) = (tmp_path / "input_drifts.jsonl").read_text().splitlines()
     assert json.loads(line)["metric"] == "x[0]"
     rig.samples.is_away = True

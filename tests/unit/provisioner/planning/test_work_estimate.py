@@ -60,17 +60,17 @@ def changed_curve(until: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def test_after_a_change_of_the_stream_the_work_is_that_of_the_new_curve(until: int, tolerance: float) -> None:
     """Soon after the change the old curve says how far the model was set back; later the new one is known."""
     needed = CHANGE - 50 + CURVE.updates_to(0.02 + 0.01)
-    told: list[float | None] = []
-    untold: list[float | None] = []
+    of_new_curve: list[float | None] = []
+    of_old_curve: list[float | None] = []
     for seed in range(5):
         at, errors = changed_curve(until, seed)
-        for estimates, changed_at in ((told, CHANGE * 128.0), (untold, 0.0)):
+        for estimates, changed_at in ((of_new_curve, CHANGE * 128.0), (of_old_curve, 0.0)):
             rng = np.random.default_rng(0)
             planned = replace(SETTINGS, samples=CURVE.updates_to(0.03) * 128)
             estimates.append(re_estimated(planned, at, errors, 0.03, rng, changed_at=changed_at).updates)
-    assert told == pytest.approx([needed] * 5, rel=tolerance)
-    errors_told, errors_untold = (np.abs(np.array(estimates) / needed - 1).mean() for estimates in (told, untold))
-    assert errors_told < errors_untold / 2
+    assert of_new_curve == pytest.approx([needed] * 5, rel=tolerance)
+    error_new, error_old = (np.abs(np.array(each) / needed - 1).mean() for each in (of_new_curve, of_old_curve))
+    assert error_new < error_old / 2
 
 
 def test_a_target_that_was_reached_before_the_change_is_to_be_reached_again() -> None:
