@@ -50,7 +50,7 @@ _COMMANDS: Final = {
     "serve": Listed(_ROLES, "Answer requests with a job's model.", "serve:serve"),
     "prometheus": Listed(_ROLES, "Serve a job's metrics to Prometheus.", "roles:prometheus"),
     "notify": Listed(_ROLES, "Send a job's events to a webhook.", "roles:notify"),
-    "otel": Listed(_ROLES, "Send traces of batches to OpenTelemetry.", "roles:otel"),
+    "otel": Listed(_ROLES, "Send traces and metrics to OpenTelemetry.", "roles:otel"),
     "health": Listed(_ROLES, "Query the health probe of a process.", "roles:health"),
     "plan": Listed(_MONEY, "Plan spot and on-demand workers, cost and risk.", "plan:plan"),
     "calibrate": Listed(_MONEY, "Estimate the inputs of doll plan from a run.", "plan:calibrate"),
