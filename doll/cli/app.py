@@ -51,6 +51,7 @@ _COMMANDS: Final = {
     "prometheus": Listed(_ROLES, "Serve a job's metrics to Prometheus.", "roles:prometheus"),
     "notify": Listed(_ROLES, "Send a job's events to a webhook.", "roles:notify"),
     "otel": Listed(_ROLES, "Send traces and metrics to OpenTelemetry.", "roles:otel"),
+    "lineage": Listed(_ROLES, "Send a job's runs to OpenLineage.", "roles:lineage"),
     "health": Listed(_ROLES, "Query the health probe of a process.", "roles:health"),
     "plan": Listed(_MONEY, "Plan spot and on-demand workers, cost and risk.", "plan:plan"),
     "calibrate": Listed(_MONEY, "Estimate the inputs of doll plan from a run.", "plan:calibrate"),

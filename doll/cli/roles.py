@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from doll.cli.options import FRESH_HELP, JobOptions, RunFolderOption, duration, interval
+from doll.cli.options import FRESH_HELP, JobOptions, RunFolderOption, RunOptions, duration, interval
 from doll.records.bounded import printable
 
 _PROBE_TIMEOUT_S = 5.0
@@ -230,6 +230,41 @@ def otel(
     raise typer.Exit(
         export_job(
             process.config, process.services, endpoint, max_per_s=max_per_s, interval_s=every_s, only=only
+        )
+    )  # fmt: skip
+
+
+def lineage(
+    job: RunOptions,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Address that gets each event as a POST [default: print them].")
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="Namespace of the job in OpenLineage.")] = "doll",
+    interval_s: Annotated[
+        float | None, duration("Time between two events of a running job [default: 60].", "--interval")
+    ] = None,
+    run_folder: RunFolderOption = None,
+) -> None:
+    """Send the runs of a job as events of OpenLineage, until the job ends: its topics, its model, its counts.
+
+    An event has the offsets of each partition that are in the newest checkpoint, with samples and dead letters. If
+    $OPENLINEAGE_API_KEY is set, requests have it as Authorization: Bearer. A receiver that is away gets the events
+    later.
+
+    Example: doll lineage my.yaml --url http://localhost:5000/api/v1/lineage
+    """
+    from doll.monitor.openlineage import DEFAULT_INTERVAL_S, send_lineage
+    from doll.run.local.roles import JobProcess
+    from doll.run.status import generation_of
+    from doll.storage.stores import checkpoint_location
+
+    every_s, target = interval(interval_s, DEFAULT_INTERVAL_S), job.target(run_folder)
+    process = JobProcess.alone(target, "lineage", redis="unused", has_checkpoints=True)
+    model = checkpoint_location(process.config, process.run_folder)
+    raise typer.Exit(
+        send_lineage(
+            process.config, process.services, model, url=url, write=typer.echo, namespace=namespace, interval_s=every_s,
+            generation=generation_of(target),
         )
     )  # fmt: skip
 
