@@ -52,6 +52,13 @@ def duration(text: str, *names: str) -> Any:
     return typer.Option(*names, parser=seconds, metavar=METAVAR, help=text, show_default=False)
 
 
+def interval(given_s: float | None, default_s: float) -> float:
+    """Return the value of --interval in seconds. Raise BadParameter if it is below 1 s."""
+    if given_s is not None and given_s < 1:
+        raise typer.BadParameter(f"--interval: expected 1 s or more, got {given_s:g} s")
+    return default_s if given_s is None else given_s
+
+
 WorkersOption = Annotated[int | None, typer.Option("--workers", "-N", min=1, help="Workers, one per stream (N).")]
 DeadlineOption = Annotated[
     float | None, duration("Deadline, as time from the start of the job, such as 5400, 90m or 1.5h.", "--deadline")

@@ -1,15 +1,15 @@
-"""Commands that run one process of a job (produce, worker, ps, evaluate, prometheus), and health, which probes one."""
+"""Commands that run one process of a job (produce, worker, ps, evaluate, otel), and health, which probes one."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from doll.cli.options import FRESH_HELP, JobOptions, RunFolderOption
+from doll.cli.options import FRESH_HELP, JobOptions, RunFolderOption, RunOptions, duration, interval
 from doll.records.bounded import printable
 
 _PROBE_TIMEOUT_S = 5.0
@@ -206,19 +206,67 @@ def otel(
     job: JobOptions,
     endpoint: Annotated[str, typer.Option(metavar="URL", help="OTLP over HTTP, such as http://localhost:4318.")],
     max_per_s: Annotated[float, typer.Option("--max-per-second", min=0.001, max=1000, help="Traced batches.")] = 5.0,
+    interval_s: Annotated[
+        float | None, duration("Time between two sendings of the metrics [default: 15].", "--interval")
+    ] = None,
+    only: Annotated[
+        Literal["traces", "metrics"] | None, typer.Option("--only", help="Send only these [default: both].")
+    ] = None,
 ) -> None:
-    """Send traces of batches to OpenTelemetry: wait, fetch, compute, push, group, checkpoint.
+    """Send traces of batches and the metrics of a job to OpenTelemetry.
 
-    The traces are made from the records of the job, so training waits for nothing. If the first record of a batch has
-    the header traceparent, the batch continues the producer's trace.
+    A trace has the steps of a batch: wait, fetch, compute, push, group, checkpoint. If the first record of a batch has
+    the header traceparent, the batch continues the producer's trace. The metrics are those of doll prometheus. Both are
+    made from the records of the job, so training waits for nothing.
 
     Example: doll otel my.yaml --endpoint http://localhost:4318
     """
-    from doll.monitor.otel import export_traces
+    from doll.monitor.otel import export_job
+    from doll.monitor.otel_metrics import DEFAULT_INTERVAL_S
     from doll.run.local.roles import JobProcess
 
+    every_s = interval(interval_s, DEFAULT_INTERVAL_S)
     process = JobProcess.alone(job.target(), "otel", redis="unused")
-    raise typer.Exit(export_traces(process.config, process.services, endpoint, max_per_s))
+    raise typer.Exit(
+        export_job(
+            process.config, process.services, endpoint, max_per_s=max_per_s, interval_s=every_s, only=only
+        )
+    )  # fmt: skip
+
+
+def lineage(
+    job: RunOptions,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Address that gets each event as a POST [default: print them].")
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="Namespace of the job in OpenLineage.")] = "doll",
+    interval_s: Annotated[
+        float | None, duration("Time between two events of a running job [default: 60].", "--interval")
+    ] = None,
+    run_folder: RunFolderOption = None,
+) -> None:
+    """Send the runs of a job as events of OpenLineage, until the job ends: its topics, its model, its counts.
+
+    An event has the offsets of each partition that are in the newest checkpoint, with samples and dead letters. If
+    $OPENLINEAGE_API_KEY is set, requests have it as Authorization: Bearer. A receiver that is away gets the events
+    later.
+
+    Example: doll lineage my.yaml --url http://localhost:5000/api/v1/lineage
+    """
+    from doll.monitor.openlineage import DEFAULT_INTERVAL_S, send_lineage
+    from doll.run.local.roles import JobProcess
+    from doll.run.status import generation_of
+    from doll.storage.stores import checkpoint_location
+
+    every_s, target = interval(interval_s, DEFAULT_INTERVAL_S), job.target(run_folder)
+    process = JobProcess.alone(target, "lineage", redis="unused", has_checkpoints=True)
+    model = checkpoint_location(process.config, process.run_folder)
+    raise typer.Exit(
+        send_lineage(
+            process.config, process.services, model, url=url, write=typer.echo, namespace=namespace, interval_s=every_s,
+            generation=generation_of(target),
+        )
+    )  # fmt: skip
 
 
 def health(

@@ -1,7 +1,8 @@
-"""`doll otel`: the lives of batches as traces of OpenTelemetry, from the records of a job.
+"""`doll otel`: the lives of batches as traces of OpenTelemetry, and the metrics of a job, from its records.
 
 The exporter reads topics, like `doll prometheus`: training waits for nothing, and a collector that is away costs only
-traces. A batch continues the trace of its first record, if the producer has sent the header `traceparent` (W3C).
+traces and values. A batch continues the trace of its first record, if the producer has sent the header `traceparent`
+(W3C).
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.extras import require
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.reader import Partition, Tail
+from doll.kafka.reader import Partition
+from doll.monitor.follow import follow
+from doll.monitor.otel_metrics import MetricSender, make_export
 from doll.monitor.state.batch_times import BatchTimes, DurableBatches
-from doll.process.health import heartbeat_of
-from doll.process.signals import stop_requested
+from doll.monitor.views.prometheus import JobMetrics
 from doll.records.control import ServerStatus, Update
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 _TRACEPARENT: Final = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-_POLL_S: Final = 0.5
-_CHECK_KAFKA_EVERY_S: Final = 10.0
 _MISSES: Final = 20  # batches without a header, after which only every `_MISSES`th is looked at
 _READ_S: Final = 5.0
 
@@ -119,41 +119,50 @@ def _ns(time_s: float) -> int:
     return round(time_s * 1e9)
 
 
-def export_traces(config: JobConfig, services: Services, endpoint: str, max_per_s: float) -> int:
-    """Send traces of batches until SIGTERM or SIGINT; return the exit code, 0.
+def export_job(
+    config: JobConfig, services: Services, endpoint: str, *, max_per_s: float, interval_s: float,
+    only: Literal["traces", "metrics"] | None = None,
+) -> int:  # fmt: skip
+    """Send traces of batches, and metrics, until SIGTERM or SIGINT; return the exit code, 0.
+
+    Args:
+        endpoint: address of a collector that takes OTLP over HTTP, without a path.
+        max_per_s: maximum number of traced batches per second.
+        interval_s: seconds between two sendings of the metrics.
+        only: send only these. None: both.
 
     Raises:
         ConfigError: the extra is not installed.
         ServiceUnavailableError: Kafka does not answer at the start.
     """
-    provider = make_provider(config.job, endpoint)
-    batches = DurableBatches(max_per_s)
+    provider = None if only == "metrics" else make_provider(config.job, endpoint)
+    metrics, batches = JobMetrics(config.job, config.data.workers, config.freshness), DurableBatches(max_per_s)
+    export, end_export = make_export(endpoint)
+    sender = MetricSender(metrics, export, interval_s, end_export)
     topics = (config.topic("updates"), config.topic("metrics"))
     with (
-        stop_requested() as stop,
-        heartbeat_of("otel", config) as heartbeat,
         closing(_FirstRecords(config, services)) as records,
-        Tail(config, services, topics) as tail,
+        closing(follow(config, services, "otel", topics, loop_s=60.0)) as polls,
     ):
-        tracer = BatchTracer(provider, records.headers_of)
-        heartbeat.expect("loop", within_s=60.0)
-        heartbeat.expect("kafka", within_s=3 * _CHECK_KAFKA_EVERY_S, vital=False)
-        heartbeat.set_waiting_for("")
-        while not stop.is_set():
-            heartbeat.beat("loop")
-            entries = tail.poll(_POLL_S)
-            for entry in entries:
-                is_new = entry.offset >= tail.ends[Partition(entry.topic, 0)]
-                if is_new and isinstance(entry.record, Update):
+        tracer = None if provider is None else BatchTracer(provider, records.headers_of)
+        for poll in polls:
+            for entry in poll.entries:
+                metrics.feed(entry.record)
+                if tracer is None or entry.offset < poll.ends[Partition(entry.topic, 0)]:
+                    continue
+                if isinstance(entry.record, Update):
                     batches.add(entry.record)
-                elif is_new and isinstance(entry.record, ServerStatus):
+                elif isinstance(entry.record, ServerStatus):
                     for batch in batches.durable(entry.record.durable_version, entry.record.time_s):
                         tracer.trace(batch)
-                heartbeat.beat("loop")
-            if entries or tail.partition_ends(topics[0], 1) is not None:
-                heartbeat.beat("kafka")
-    provider.shutdown()
-    log.info("traces_sent", traces=tracer.sent)
+                        poll.heartbeat.beat("loop")
+            if poll.has_read_history and only != "traces":
+                sender.start()  # before, the values would be old ones
+    if only != "traces":
+        sender.close()
+    if provider is not None and tracer is not None:
+        provider.shutdown()
+        log.info("traces_sent", traces=tracer.sent)
     return 0
 
 

@@ -230,10 +230,10 @@ def topics_of(target: Target, *, create: bool) -> JobTopics:
 def history_of(target: Target, tail: Tail) -> list[AnyRecord]:
     """Return the records of `updates` and `metrics`. For a run folder, leave out records of later runs."""
     records = [entry.record for entry in tail.read_history()]
-    checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.is_run_folder else None
-    if checkpoint is None:
+    generation = generation_of(target)
+    if generation is None:
         return records
-    own = GenerationFilter(read_counts(target.config, checkpoint.state).generation)
+    own = GenerationFilter(generation)
     updates = list(own.records([record for record in records if isinstance(record, UpdatesRecord)]))
     if own.next_generation is None:
         return records
@@ -245,6 +245,13 @@ def history_of(target: Target, tail: Tail) -> list[AnyRecord]:
         or (isinstance(record, ServerStatus) and record.term < until)
     ]
     return [*updates, *metrics]
+
+
+def generation_of(target: Target) -> int | None:
+    """Return the generation of a run folder, by its newest checkpoint. Return None if there is no checkpoint, or if
+    `target` is a job file. Raise CheckpointError if the checkpoint cannot be read or does not fit the job file."""
+    checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.is_run_folder else None
+    return None if checkpoint is None else read_counts(target.config, checkpoint.state).generation
 
 
 def reachable_kafka(target: Target) -> tuple[Target, Services]:

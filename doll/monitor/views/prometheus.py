@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -20,18 +21,16 @@ from prometheus_client.registry import Collector
 
 from doll.config import JobConfig
 from doll.config.freshness import FreshnessConfig
-from doll.kafka.reader import Tail
 from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
+from doll.monitor.follow import follow
 from doll.monitor.state.freshness import FreshnessProgress
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.metric_window import update_values
 from doll.monitor.state.prequential import LossTrend
-from doll.process.health import heartbeat_of
 from doll.process.metric_names import TERM, joiner_of, worker_of, worker_source
-from doll.process.signals import stop_requested
 from doll.records.bounded import short
 from doll.records.control import AnyRecord, Finished, Measures, Metric, ServedStatus, ServerStatus, TermStarted, Update
-from doll.records.event_times import BOUNDS_S
+from doll.records.event_times import BOUNDS_S, LatencyCounts, Stage
 from doll.services import Services
 from doll.telemetry import get_logger
 from doll.theory.staleness import Histogram
@@ -56,10 +55,9 @@ _MEASURES: Final = (
 
 Family = CounterMetricFamily | GaugeMetricFamily
 PATH: Final = "/metrics"
+HISTOGRAM: Final = "doll_freshness_seconds"
 DEFAULT_PORT: Final = 9464
 _NO_OBJECTIVES: Final = FreshnessConfig()
-_POLL_S: Final = 0.5
-_CHECK_KAFKA_EVERY_S: Final = 15.0
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -137,7 +135,7 @@ class JobMetrics(Collector):
         self, job: str, workers: int, freshness: FreshnessConfig = _NO_OBJECTIVES, *,
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        self._job = job
+        self.job = job
         self._freshness = FreshnessProgress(freshness)
         self._clock = clock
         self._heartbeats = RoleHeartbeats()
@@ -204,12 +202,16 @@ class JobMetrics(Collector):
             for name, value in values.items():
                 yield MetricSample(f"doll_freshness_{_prometheus_name(name)}", (("stage", stage),), value)
 
+    def latencies(self) -> Mapping[Stage, LatencyCounts]:
+        """Return the time from the events, by stage."""
+        return self._freshness.counts()
+
     def _histogram(self) -> HistogramMetricFamily:
         text, bounds = "see docs/guide/freshness.md", [*map(str, BOUNDS_S), "+Inf"]
-        family = HistogramMetricFamily("doll_freshness_seconds", text, labels=["job_name", "stage"])
-        for stage, counts in self._freshness.counts().items():
+        family = HistogramMetricFamily(HISTOGRAM, text, labels=["job_name", "stage"])
+        for stage, counts in self.latencies().items():
             buckets = list(zip(bounds, map(float, accumulate(counts.buckets)), strict=True))
-            family.add_metric([self._job, stage], buckets, counts.sum_s)
+            family.add_metric([self.job, stage], buckets, counts.sum_s)
         return family
 
     def collect(self) -> Iterable[Family | HistogramMetricFamily]:
@@ -217,7 +219,7 @@ class JobMetrics(Collector):
         families: dict[str, Family] = {}
         names: dict[str, tuple[str, ...]] = {}
         for (name, own_labels), value in self.samples().items():
-            labels = {"job_name": self._job, **dict(own_labels)}
+            labels = {"job_name": self.job, **dict(own_labels)}
             if name not in families:
                 make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
                 names[name] = tuple(labels)
@@ -277,22 +279,9 @@ def serve_metrics(config: JobConfig, services: Services) -> int:
     registry = CollectorRegistry()
     registry.register(metrics)
     topics = (config.topic("updates"), config.topic("metrics"))
-    with (
-        stop_requested() as stop,
-        heartbeat_of("prometheus", config, default_port=DEFAULT_PORT) as heartbeat,
-        Tail(config, services, topics) as tail,
-    ):
-        heartbeat.expect("loop")
-        heartbeat.expect("kafka", within_s=3 * _CHECK_KAFKA_EVERY_S, vital=False)
-        heartbeat.set_waiting_for("the history of the job")
-        heartbeat.pages[PATH] = lambda: (CONTENT_TYPE_PLAIN_0_0_4, generate_latest(registry))
-        while not stop.is_set():
-            heartbeat.beat("loop")
-            entries = tail.poll(_POLL_S)
-            for entry in entries:
+    pages = {PATH: lambda: (CONTENT_TYPE_PLAIN_0_0_4, generate_latest(registry))}
+    with closing(follow(config, services, "prometheus", topics, pages=pages, default_port=DEFAULT_PORT)) as polls:
+        for poll in polls:
+            for entry in poll.entries:
                 metrics.feed(entry.record)
-            if entries or tail.partition_ends(topics[0], 1) is not None:
-                heartbeat.beat("kafka")
-            if all(map(tail.has_read_history, tail.ends)):
-                heartbeat.set_waiting_for("")
     return 0

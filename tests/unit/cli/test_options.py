@@ -20,9 +20,12 @@ from typer.testing import CliRunner
 MEANING = {
     "overrides": "set", "job_option": "job", "as_json": "json", "deadline_s": "deadline", "boot_s": "boot",
     "cycle_s": "cycle", "service_s": "service", "timeout_s": "timeout",
-    "keep_alive_s": "keep_alive",
+    "keep_alive_s": "keep_alive", "interval_s": "interval",
 }  # fmt: skip
-TIMES = {"deadline", "cycle", "boot", "service", "replan", "tick", "seconds", "job_length", "timeout", "keep_alive"}
+TIMES = {
+    "deadline", "cycle", "boot", "service", "replan", "tick", "seconds", "job_length", "timeout", "keep_alive",
+    "interval",
+}  # fmt: skip
 
 
 def options() -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from doll.config import parse
 from doll.errors import ConfigError
-from doll.monitor.webhooks import DEFAULT_KINDS, MAX_WAITING, Notifier, Webhook, checked_url, post, signature
+from doll.monitor.outbox import MAX_WAITING, checked_url, post
+from doll.monitor.webhooks import DEFAULT_KINDS, SECRET_ENV, Notifier, Webhook, signature
 from doll.process import metric_names as names
 from doll.records.control import Finished, Metric, ProvisionDecision
 from record_builders import term_started
@@ -140,13 +141,13 @@ def test_a_real_server_is_asked_once_and_redirects_are_not_followed(server: tupl
 )
 def test_other_addresses_are_refused_and_no_secret_is_shown(url: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
-        checked_url(url)
+        checked_url(url, SECRET_ENV)
     assert "secret" not in str(refused.value)
 
 
 def test_addresses_that_are_accepted() -> None:
     for url in ("https://hooks.example.com/doll?x=1", "http://127.0.0.1:8080/x", "http://localhost/x"):
-        assert checked_url(url) == url
+        assert checked_url(url, SECRET_ENV) == url
 
 
 def metric(**values: float) -> Metric:

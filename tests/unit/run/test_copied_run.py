@@ -59,6 +59,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int]] = {
     "produce": ((), GONE),
     "evaluate": ((), GONE),
     "prometheus": ((), GONE),
+    "lineage": ((), GONE),
     "provision status": ((), 2),  # no machine was provisioned
     "doctor": ((), GONE),
     "dead list": ((), 0),
