@@ -106,7 +106,7 @@ def test_a_loss_that_is_not_reached_is_said() -> None:
     runs = [each._replace(curve=[(9.0, 9, 2.0)]) if each.label.startswith(ED_0) else each for each in good_runs()]
     said = [claim.ours for claim in claims(runs, 1.0, IN_FLIGHT)]
     assert said[3:7] == ["not reached"] * 4
-    assert table(runs, 1.0, IN_FLIGHT).rows[3][6] == "inf"
+    assert table(runs, 1.0, IN_FLIGHT).rows[3][6] == "not reached"
 
 
 def test_a_line_for_each_system() -> None:
