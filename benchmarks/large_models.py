@@ -46,7 +46,14 @@ from doll.services import Services
 from doll.storage.blobs import Buffer, gradient_key
 
 RESULTS = Path(__file__).parent / "results"
-WIDTHS = {0.1: 150, 4.8: 1085, 100.0: 4990, 400.0: 9990, 800.0: 14_142, 2000.0: 22_360}  # of two layers: about so many MB of float32
+WIDTHS = {
+    0.1: 150,
+    4.8: 1085,
+    100.0: 4990,
+    400.0: 9990,
+    800.0: 14_142,
+    2000.0: 22_360,
+}  # of two layers: about so many MB of float32
 WORKERS = 2
 GROUP_SIZE = 8
 BATCH = 256

@@ -119,11 +119,11 @@ def worker_role(out: str, *args: Any) -> int:
 
 def otel_role(job_path: str, kafka: str, redis: str, run_folder: str, endpoint: str) -> int:
     """`doll otel`."""
-    from doll.monitor.otel import export_traces
+    from doll.monitor.otel import export_job
     from doll.run.local.roles import JobProcess
 
     process = JobProcess.forked("otel", job_path, kafka, redis, run_folder)
-    return export_traces(process.config, process.services, endpoint, 5.0)
+    return export_job(process.config, process.services, endpoint, max_per_s=5.0, interval_s=15.0)
 
 
 def ps_role(out: str, *args: Any) -> int:

@@ -302,7 +302,7 @@ def server(command: list[str], port: int) -> Iterator[psutil.Process]:
 class Publisher:
     """Publishes versions as a parameter server does, through shared memory; a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kafka: str = "127.0.0.1:1") -> None:
         import msgspec
         from doll.config import load
         from doll.model.flat_model import build, fingerprint
@@ -327,7 +327,7 @@ class Publisher:
         )  # fmt: skip
         # `doll serve` finds them as those of a run.
         self.folder = folder / "runs" / "digits"
-        services = Services("127.0.0.1:1", "redis://127.0.0.1:1/0", str(folder / "blobs"))
+        services = Services(kafka, "redis://127.0.0.1:1/0", str(folder / "blobs"))
         self.blobs = open_blobs(config, services, give_up=lambda: True)
         from doll.run.folder import RunFolder
 

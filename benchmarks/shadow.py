@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import json
 import random
 import statistics
 import sys
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from doll.config import load
+from doll.config import parse
 from doll.kafka.topics import ensure
 from doll.local.processes import free_port
 from doll.local.stack import local_stack
@@ -37,14 +37,14 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as started:
         folder = Path(temporary)
-        publisher = Publisher(folder)
-        config = load(folder / "job.yaml")
-        stack = started.enter_context(local_stack(config, folder / "stack", lambda text: None))
-        ensure(config, stack.services)
-        os.environ["DOLL_KAFKA"] = stack.services.kafka
+        answers = parse(json.dumps({"job": "answers", "task": {"class": "a:B"}, "data": {"workers": 1}}))
+        stack = started.enter_context(local_stack(answers, folder / "stack", lambda text: None))
+        ensure(answers, stack.services)
+        publisher = Publisher(folder, stack.services.kafka)
         ports = {name: free_port() for name in SERVERS}
         for name, more in SERVERS.items():
-            words = [str(publisher.folder), "--port", str(ports[name]), "--log-answers", config.topic("metrics"), *more]
+            words = [str(publisher.folder), "--port", str(ports[name]), "--log-answers", answers.topic("samples")]
+            words += more
             started.enter_context(server([sys.executable, "-m", "doll", "serve", *words], ports[name]))
         asked, orders = Asking(), random.Random(0)
         loads: dict[str, list[Load]] = {name: [] for name in SERVERS}

@@ -112,7 +112,8 @@ class RedisBlobs:
 
     def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
         self.settle()
-        if not self.is_far:
+        # Readers wait for a blob that was announced for `SOON_S`, in which sections may not arrive.
+        if not self.is_far or sum(map(len, parts)) > self._section_bytes:
             self.put(key, parts, ttl_s)
             return True
         self._stored = in_thread(lambda: self.put(key, parts, ttl_s), "store")

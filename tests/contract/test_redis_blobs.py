@@ -265,3 +265,15 @@ def test_the_sections_of_a_blob_above_the_memory_are_an_error(own_redis: LocalRe
     with pytest.raises(ServiceUnavailableError, match="expected a maxmemory above the 20000000 bytes of one value"):
         store.put("large", [bytes(20_000_000)], 60)
     store.close()
+
+
+def test_a_blob_in_sections_is_stored_before_it_is_announced(own_redis: LocalRedis) -> None:
+    store = RedisBlobs(client_of(own_redis), section_bytes=1000)
+    store._took_s.append(1.0)
+    assert store.is_far
+    assert store.put_soon("doll:{j}:g", [bytes(2_500)], 60)
+    assert client_of(own_redis).exists("doll:{j}:g")
+    store._took_s.clear()
+    store._took_s.append(1.0)
+    assert not store.put_soon("doll:{j}:small", [bytes(500)], 60)
+    store.close()
