@@ -123,19 +123,19 @@ class InputWatch:
 
     def add(self, columns: Columns) -> list[InputDrift]:
         """Take the columns of some samples. Return the columns that have changed, when their window is full."""
+        known = self.reference.histograms.keys() | self._first.keys() | self._window.keys()
         drifts = []
         for name, column in columns.items():
-            if name in self.reference.left_out or not self._is_watched(name):
+            if self._is_left_out(name) or (name not in known and len(known) == _MAX_COLUMNS):
                 continue
+            known.add(name)
             if (drift := self._added(name, column)) is not None:
                 drifts.append(drift)
         return drifts
 
-    def _is_watched(self, name: str) -> bool:
-        if any(name == left_out or name.startswith(f"{left_out}[") for left_out in self._config.leave_out):
-            return False
-        known = self.reference.histograms.keys() | self._first.keys() | self._window.keys()
-        return name in known or len(known) < _MAX_COLUMNS
+    def _is_left_out(self, name: str) -> bool:
+        names = (*self._config.leave_out, *self.reference.left_out)
+        return any(name == left_out or name.startswith(f"{left_out}[") for left_out in names)
 
     def _added(self, name: str, column: Floats) -> InputDrift | None:
         histogram = self._window.get(name)

@@ -55,10 +55,10 @@ class MetricState(ABC):
         """Return the maximum difference between `compute` and the metric of the samples; 0 if the state is exact."""
         return 0.0
 
-    def faded(self, factor: float) -> Self:
-        """Return the state as if each sample had `factor` times its weight, for metrics that fade. Raise
-        NotImplementedError if the state cannot: then the metric does not fade."""
-        raise NotImplementedError
+    def faded(self, factor: float) -> Self | None:
+        """Optional: return the state as if each sample had `factor` times its weight. None: the metric does not
+        fade."""
+        return None
 
     def in_memory(self) -> Self:
         """Return the same state with the size that is allowed for a state that is never sent."""

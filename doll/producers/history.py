@@ -218,7 +218,7 @@ class _Sending:
             self._wait_for_workers()
 
     def _wait_for_workers(self) -> None:
-        """Wait while the workers are too far behind. The table does not run away."""
+        """Wait while the workers are too far behind."""
         limit = self._source.max_unlearned
         if limit is None or time.monotonic() < self._backlog_due_s:
             return

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Final
 
 from doll.errors import RecordError
 from doll.metrics.states import MetricState, from_bytes, merged, values_of
 
 _MAX_BYTES: Final = 64 * 2**20
-_MOST_HALVED: Final = 10  # half-lives after which an update counts no more
+MAX_HALF_LIVES: Final = 10  # after which an update counts no more
 _MAX_METRICS: Final = 256  # names: a hostile record must not fill the memory
 
 States = Mapping[str, MetricState]
@@ -82,10 +81,10 @@ class MetricWindow:
         """Return the metrics with the weight of each update halved in `half_life` updates, with their standard errors.
         Updates whose weight is below a thousandth are left out."""
         by_name: dict[str, list[MetricState]] = {}
-        for age, (_, states) in zip(range(_MOST_HALVED * math.ceil(half_life)), reversed(self._kept), strict=False):
+        for age, (_, states) in zip(range(MAX_HALF_LIVES * math.ceil(half_life)), reversed(self._kept), strict=False):
             for name, state in _decoded(states).items():
-                with suppress(NotImplementedError):
-                    by_name.setdefault(name, []).append(state.faded(0.5 ** (age / half_life)))
+                if (faded := state.faded(0.5 ** (age / half_life))) is not None:
+                    by_name.setdefault(name, []).append(faded)
         return _values(_merged_states(by_name))
 
 

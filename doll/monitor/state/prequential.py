@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from doll.monitor.state.metric_window import MetricWindow
+from doll.monitor.state.metric_window import MAX_HALF_LIVES, MetricWindow
 from doll.theory.divergence import Divergence
 
 # Updates that can be rolled back: far more than between two checkpoints. Each takes 24 bytes, plus 8 per metric.
@@ -113,7 +113,7 @@ class Prequential:
 
         Source: fading factors, Gama, Sebastião and Rodrigues, On evaluating stream learning algorithms, 2013.
         """
-        first = max(0, len(self._versions) - 1 - 10 * math.ceil(half_life))
+        first = max(0, len(self._versions) - 1 - MAX_HALF_LIVES * math.ceil(half_life))
         weights = 0.5 ** (np.arange(len(self._versions) - 2 - first, -1, -1.0) / half_life)
 
         def total(sums: array[float] | array[int]) -> float:

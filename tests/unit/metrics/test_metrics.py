@@ -110,7 +110,9 @@ def test_a_state_that_fades_is_that_of_smaller_weights(name: str) -> None:
     make, expected = MAKE[name]
     data = Data(1)
     old, new = np.arange(0, 400), np.arange(400, 700)
-    faded = merged([make(data, old).faded(0.25), make(data, new)])
+    older = make(data, old).faded(0.25)
+    assert older is not None
+    faded = merged([older, make(data, new)])
     data.w[old] *= 0.25
     assert faded.compute() == pytest.approx(expected(data), rel=1e-9)
     direct = merged([make(data, old), make(data, new)])

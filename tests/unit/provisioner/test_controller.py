@@ -296,7 +296,7 @@ def test_the_behaviour_may_be_changed_in_mid_run() -> None:
     assert scene.controller.observed.heartbeat_timeout_s == 7.0
 
 
-def test_the_work_is_estimated_anew_from_the_jobs_own_errors() -> None:
+def test_the_work_is_estimated_again_from_the_jobs_own_errors() -> None:
     scene = Scene(settings(updates=100.0, target_error=0.05))
     scene.turn()
     for version in range(1, 25):
@@ -335,7 +335,7 @@ def test_after_a_drift_there_is_more_work_and_the_deadline_is_kept(
     assert (after.target_updates, set(after.markets)) == (updates, markets)
 
 
-def test_the_work_is_estimated_anew_also_where_updates_differ() -> None:
+def test_the_work_is_estimated_again_also_if_updates_differ() -> None:
     """The samples of an evaluation follow from the mean batches per update."""
     scene = Scene(settings(updates=100.0, group_size=None, target_error=0.05))
     scene.steps(20)

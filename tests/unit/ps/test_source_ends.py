@@ -54,7 +54,7 @@ def learn_to_the_end(world: World) -> None:
     ends = tuple(hi + world.cut_rng.randrange(9) for hi in highest)
     for process in world.live():  # links that have failed at one end: the other end notices
         if world.engine.worker(process.worker).stalled:
-            world.end(process)  # its answer may have been lost for good
+            world.end(process)  # its answer may be lost
         process.is_linked = process.is_linked_at_server = False
         world.handle(GrantsLost(worker=process.worker))
         if process.core is not None and not process.is_dead:
