@@ -46,6 +46,7 @@ _COMMANDS: Final = {
     "worker": Listed(_ROLES, "Run worker n of a job.", "roles:worker"),
     "produce": Listed(_ROLES, "Send a job's source to its topic.", "roles:produce"),
     "join": Listed(_ROLES, "Join features and labels into a job's topic.", "roles:join"),
+    "shard": Listed(_ROLES, "Hold a slice of a large model, for the parameter server.", "roles:shard"),
     "evaluate": Listed(_ROLES, "Measure the held-out error of a job.", "roles:evaluate"),
     "serve": Listed(_ROLES, "Answer requests with a job's model.", "serve:serve"),
     "prometheus": Listed(_ROLES, "Serve a job's metrics to Prometheus.", "roles:prometheus"),

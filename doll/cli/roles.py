@@ -145,6 +145,24 @@ def ps(
     raise typer.Exit(process.parameter_server(standby=standby, takeover=takeover, fresh=fresh, check_only=check_only))
 
 
+def shard(
+    job: JobOptions,
+    shard: Annotated[int, typer.Option("--shard", min=0, help="Number of the shard, from 0 to ps.shards - 1.")],
+    run_folder: RunFolderOption = None,
+) -> None:
+    """Hold a slice of the model for the parameter server, if the job file divides it (ps.shards).
+
+    A shard computes the optimizer's step of its slice, publishes it, and writes its part of each checkpoint. Start one
+    process for each shard, on any machine that reaches Redis and the checkpoints.
+
+    Example: doll shard --job my.yaml --shard 0
+    """
+    from doll.run.local.roles import JobProcess
+
+    process = JobProcess.alone(job.target(run_folder), f"shard-{shard}")
+    raise typer.Exit(process.shard(shard))
+
+
 def evaluate(
     job: JobOptions,
     run_folder: RunFolderOption = None,

@@ -36,6 +36,7 @@ MAY_CHANGE: Final = (
     *(f"training.tables.*.optimizer.{key}" for key in ("lr", "weight_decay", "beta1", "beta2")),
     "training.tables.*.ttl_updates",
     "training.precision",
+    "ps.shards",
 )
 """The keys that may change when a run is resumed. `*` is any number; a name that ends in a dot is a whole section.
 These keys leave no trace in a checkpoint, or a trace that any other value can continue from (the average of
@@ -97,6 +98,7 @@ def job_fields(config: JobConfig) -> dict[str, str]:
         "data.samples_per_record": str(data.samples_per_record),
         _PUSHES: _pushes(training.policy.sends_steps, training.policy.batches_per_push),
         **{f"training.{key}": _value(value) for key, value in _training_fields(training)},
+        **({"ps.shards": str(config.ps.shards)} if config.ps.shards > 1 else {}),
         **{f"task.args.{_text(key)}": _argument(key, value) for key, value in config.task.args.items()},
         **_holdout_fields(config),
     }

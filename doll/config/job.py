@@ -31,7 +31,7 @@ from doll.config.roles import (
 )
 from doll.config.section import Section
 from doll.config.source import ArrivalsConfig, HistorySource, SourceConfig, StdinSource
-from doll.config.training import StopConfig, TaskConfig, TrainingConfig
+from doll.config.training import StopConfig, TaskConfig, TorchConfig, TrainingConfig
 
 MAX_PORT: Final = 65_535
 FIRST_WORKER_PORT: Final = 10  # the health port of worker n is `health.base_port` + this + n
@@ -150,10 +150,25 @@ class JobConfig(Section):
                 f"blobs.contributions: expected float32 or bf16 with training.policy {policy.name}: what rounding "
                 "takes is held back number by number, and the numbers of fp16 have a common scale"
             )
+        if self.ps.shards > 1:
+            yield from self._shard_problems()
         if worker.pipeline is not None:
             yield from self._pipeline_problems(worker.pipeline)
         elif getattr(policy, "pipelined", False):
             yield "training.policy.pipelined: expected worker.pipeline, which sets it"
+
+    def _shard_problems(self) -> Iterator[str]:
+        """Yield what cannot be exact if the model is divided among shards."""
+        if isinstance(self.training.optimizer, TorchConfig) and not self.training.policy.sends_steps:
+            yield (
+                f"ps.shards: expected 1 with training.optimizer.class {self.training.optimizer.cls}, which may use all "
+                f"numbers of a parameter at once, got {self.ps.shards}"
+            )
+        if self.blobs.contributions == "fp16":
+            yield (
+                "ps.shards: expected 1 with blobs.contributions fp16, whose numbers have a common scale, got "
+                f"{self.ps.shards}; set blobs.contributions: bf16"
+            )
 
     def _topic_problems(self, topic: str) -> Iterator[str]:
         """Yield the problems of keys that do not fit a topic that belongs to somebody else."""

@@ -142,6 +142,9 @@ class PsConfig(Section):
     lease_s: PositiveFloat = Field(default=5.0, ge=2)
     """a standby takes over from a parameter server that is silent for this long; a server that was disconnected for
     longer checks that no successor exists before it continues"""
+    shards: PositiveInt = Field(default=1, le=256)
+    """number of processes among which the model is divided (`doll shard`); 1: the parameter server has the whole model.
+    Each shard has at least 262,144 values of the model. The number may change when a run is resumed"""
 
 
 class LogConfig(Section):

@@ -32,7 +32,7 @@ from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.shared_samples import SharedSamples
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.compute.task_steps import OwnSteps
-from doll.consumers.compute.weights_ahead import DeltaReader
+from doll.consumers.compute.weights_ahead import SlicedDeltaReader
 from doll.consumers.faust_app import DollApp, make_app, run_faust
 from doll.consumers.intake.batching import stream_buffer_records
 from doll.consumers.intake.dead_letters import DeadLetters, Decoder
@@ -68,7 +68,6 @@ from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.blobs import Blobs, scope_of
 from doll.storage.contributions import Compressor
-from doll.storage.deltas import Layout
 from doll.storage.stores import open_blobs
 from doll.task.base import Task, load_task
 from doll.task.event_clock import event_clock
@@ -321,7 +320,7 @@ class _WorkerProcess:
             compressor = Compressor(scope, model.num_parameters, tables, rounding)
         deltas = None
         if policy.publishes_deltas:
-            deltas = DeltaReader(scope, blobs, Layout(computer.num_values, model.num_parameters))
+            deltas = SlicedDeltaReader(scope, blobs, model.slices)
         local_model: CachedVersion | StepModel
         contribution: SetContribution
         background = ThreadPoolExecutor(1, thread_name_prefix="weights")  # its thread starts with the first offer
@@ -349,6 +348,7 @@ class _WorkerProcess:
             shared=SharedSamples(config, task, computer) if is_compared else None,
             held_out=computer.score,
             scope=scope,
+            slices=model.slices,
         )
         return ThreadGradientEngine(handler.handle, handler.offer, handler.store_rest, background)
 

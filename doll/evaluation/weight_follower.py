@@ -26,7 +26,6 @@ from doll.model.flat_model import FlatModel
 from doll.records.control import AnyRecord, TermStarted
 from doll.storage.blobs import (
     Blobs,
-    decode_blob,
     decode_latest,
     followed_key,
     latest_key,
@@ -35,6 +34,7 @@ from doll.storage.blobs import (
     weights_key,
 )
 from doll.storage.row_changes import RENEW_S, WORD_LIVES_S, RowChanges, decode_row_changes
+from doll.storage.slice_blobs import read_weights
 from doll.storage.stores import open_store
 from doll.tables.row_layers import NO_LAYERS, RowLayers
 
@@ -349,10 +349,12 @@ class WeightFollower:
             ServiceUnavailableError: the blob store does not answer.
             BlobError: the blob is damaged, or of another model.
         """
-        data = None if self.blobs is None else self.blobs.get(weights_key(self._scope, term, version))
-        if data is None:
+        if self.blobs is None:
             return None
-        weights = decode_blob(data, job=self._scope, kind="w", version=version, numel=self._model.flat.numel())
+        key = weights_key(self._scope, term, version)
+        weights = read_weights(self.blobs, key, self._model.slices, job=self._scope, version=version)
+        if weights is None:
+            return None
         return StoredWeights(version, weights, term, "", {}, {}, run_id=self.run_id)
 
     def checkpointed(self, beside: Place | None = None, version: int | None = None) -> StoredWeights | None:

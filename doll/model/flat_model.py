@@ -32,6 +32,7 @@ from doll.config.tables import settings_of_tables
 from doll.errors import ConfigError, TaskError
 from doll.model.file_memory import LargeTensorsInFiles, zeros_in_file
 from doll.model.layout import WeightsLayout, round_up_to_even
+from doll.model.slices import BLOCK, Slices, sliced
 from doll.model.without_tables import build_without_tables
 from doll.tables.bounds import TableBounds, initial_rows
 from doll.tables.embedding_tables import EmbeddingTables
@@ -106,6 +107,7 @@ class FlatModel:
                 ends_of_parameters.append(here.stop)
             at = here.stop
         self.ends_of_parameters = tuple(ends_of_parameters)
+        self.slices = sliced(len(self.flat), self.num_parameters, self.num_floats, 1)
         for (_, tensor), begin in zip(others, ends, strict=False):
             raw = self.flat[begin:].view(torch.uint8)[: tensor.numel() * tensor.element_size()]
             _move(tensor, raw.view(tensor.dtype).view(tensor.shape))
@@ -304,7 +306,23 @@ def build(
         )
     if device != "cpu":
         module.to(device)
-    return FlatModel(module, tables, device=device, zeros=zeros_in_file if in_files else None)
+    model = FlatModel(module, tables, device=device, zeros=zeros_in_file if in_files else None)
+    if config.ps.shards > 1:
+        model.slices = _slices_of(config, model)
+    return model
+
+
+def _slices_of(config: JobConfig, model: FlatModel) -> Slices:
+    if model.tables is not None:
+        names = ", ".join(map(repr, model.tables.shapes))
+        raise ConfigError(
+            f"ps.shards: expected 1, because {config.task.cls} has tables ({names}), which are not divided, got "
+            f"{config.ps.shards}"
+        )
+    try:
+        return sliced(model.flat.numel(), model.num_parameters, model.num_floats, config.ps.shards)
+    except ValueError as exc:
+        raise ConfigError(f"ps.shards: {exc}: each shard has at least {BLOCK} of them") from exc
 
 
 def _take_tables(config: JobConfig, task: Task, module: torch.nn.Module) -> EmbeddingTables | None:

@@ -15,7 +15,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias, assert_never
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from torch.optim.adam import adam
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SchedulePart, SgdConfig, TorchConfig
 from doll.config.policy import OuterStep
 from doll.errors import CheckpointError, TaskError
-from doll.model.flat_model import FlatModel
+from doll.model.slices import BLOCK, Slice
 from doll.optim.named_classes import packed, unpacked
 from doll.optim.schedule import GroupValues, Rates, Schedule
 
@@ -36,11 +36,15 @@ STATE: Final = "optimizer."
 VALUES: Final = "optimizer.values"  # state of a schedule or a class, except tensors
 _ADAM_EPSILON = 1e-8
 _ADAGRAD_EPSILON = 1e-10
+SLICED: Final = (
+    WEIGHTS, AVERAGE, *(f"{STATE}{part}" for part in ("exp_avg", "exp_avg_sq", "sum", "momentum_buffer")),
+)  # fmt: skip
+"""The tensors of a checkpoint with a number for each weight or parameter. A shard has a slice of them, and the others
+whole."""
 SQUARES: Final = ("exp_avg_sq", "sum")  # parts of the state; if a number in them is infinite, its later steps are 0
 # The sum is multiplied by this factor, so that the sum of many finite numbers is finite if their mean is. The factor is
 # a power of two, so the sum has the same bits as without it, except for numbers below 1e-33.
 _SUM_FACTOR = 2.0**-16
-_SLICE = 1 << 18  # numbers; several slices of float32 fit into a cache of the second or third level
 
 # The contribution of one set of batches to an update, float32, shape (numel,), with the layout of
 # `doll.model.flat_model`: the sum of the gradients of the set's samples, each times its weight, or the sum of the
@@ -60,19 +64,38 @@ class _ParameterRun(NamedTuple):
     numbers: slice
 
 
+class FlatVector(Protocol):
+    """The vector of a model (`FlatModel`), or one shard's slice of it (`ModelSlice`)."""
+
+    @property
+    def flat(self) -> torch.Tensor: ...
+    @property
+    def host(self) -> torch.Tensor: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def num_floats(self) -> int: ...
+    @property
+    def ends_of_parameters(self) -> Sequence[int]: ...
+    def load_weights(self, weights: npt.NDArray[np.float32]) -> None: ...
+
+
 class Updater(ABC):
     """The weights of a model as one vector, and the sum of contributions to its next version. Not thread-safe.
 
     Attributes:
         clipped_by: factor, at most 1, by which the last `apply` clipped its contributions, including those to tables.
         num_parameters: number of parameters, which are the first weights of the vector.
+        squares_of_all: function that returns the squared norms of the blocks of all shards, in order, for those of this
+            shard. If the model has no shards, they are the same.
     """
 
     clipped_by = 1.0
+    squares_of_all: Callable[[list[float]], list[float]] = staticmethod(lambda squares: squares)
     metric: str | None = None  # name of the metric that the learning rate depends on
     _factor: float = 1.0  # factor of each contribution in the sum
 
-    def __init__(self, model: FlatModel, sum_in: torch.Tensor | None = None, ema: float | None = None) -> None:
+    def __init__(self, model: FlatVector, sum_in: torch.Tensor | None = None, ema: float | None = None) -> None:
         """
         Args:
             sum_in: memory for the sum, as long as the weights; None: the updater allocates it.
@@ -195,7 +218,7 @@ class Optimizer(Updater):
     _factor = _SUM_FACTOR
 
     def __init__(
-        self, model: FlatModel, config: OptimizerConfig, clip_norm: float | None = None, *,
+        self, model: FlatVector, config: OptimizerConfig, clip_norm: float | None = None, *,
         clip_value: float | None = None, schedule: Sequence[SchedulePart] = (), by_version: bool = False,
         ema: float | None = None, norm_of_tables: Callable[[], float] = lambda: 0.0,
         sum_in: torch.Tensor | None = None,
@@ -272,7 +295,9 @@ class Optimizer(Updater):
             expect_finite(gradient)
             gradient.clamp_(-self._clip_value, self._clip_value)
         if self._clip_norm is not None:
-            self.clipped_by = _clip(gradient, self._clip_norm, further)
+            squares = [_norm(gradient[part]) ** 2 for part in _blocks(slice(0, len(gradient)))]
+            norm = math.sqrt(sum(self.squares_of_all(squares)) + further**2)
+            self.clipped_by = self._clip_norm / norm if norm > self._clip_norm else 1.0
         return self.clipped_by
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
@@ -380,7 +405,7 @@ class Optimizer(Updater):
         steps = state["step"]  # one number for all parameters, or one for each after some had no gradient
         for first, until, run in runs:
             step = steps[first] if steps.ndim else steps
-            for part in _copied_slices(run, before, target):
+            for part in _copied_blocks(run, before, target):
                 adam(
                     [target[part]], [gradient[part].mul_(factor)], [state["exp_avg"][part]],
                     [state["exp_avg_sq"][part]], [], [step.clone()], foreach=False, amsgrad=False, beta1=config.beta1,
@@ -402,7 +427,7 @@ class Optimizer(Updater):
             state["sum"] = torch.full_like(gradient, config.initial_accumulator)
             if config.momentum:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
-        for part in (part for *_, run in runs for part in _copied_slices(run, before, target)):
+        for part in (part for *_, run in runs for part in _copied_blocks(run, before, target)):
             if config.momentum:
                 self._adagrad_with_momentum(config, gradient[part].mul_(factor), target[part], part)
                 continue
@@ -435,7 +460,7 @@ class OuterOptimizer(Optimizer):
     effect.
     """
 
-    def __init__(self, model: FlatModel, step: OuterStep, ema: float | None = None) -> None:
+    def __init__(self, model: FlatVector, step: OuterStep, ema: float | None = None) -> None:
         config = SgdConfig(lr=step.lr, momentum=step.momentum, nesterov=step.momentum > 0)
         super().__init__(model, config, ema=ema)
         self._age_discount = step.age_discount
@@ -472,6 +497,15 @@ class StepAdder(Updater):
             raise diverged("after the steps the weights are" if is_finite(total[:floats]) else "a worker's step is")
 
 
+def slice_of_tensors(tensors: Mapping[str, npt.NDArray[Any]], part: Slice) -> dict[str, npt.NDArray[Any]]:
+    """Return the tensors of one shard from those of a whole model (`Updater.tensors`)."""
+    vectors = {name: part.begin + (part.size if name in (WEIGHTS, AVERAGE) else part.num_parameters) for name in SLICED}
+    return {
+        name: tensor[part.begin : vectors[name]] if name in vectors and tensor.ndim else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def is_finite(vector: torch.Tensor) -> bool:
     # A NaN or infinity makes the sum not finite. A sum of large numbers may also overflow, so then check each number.
     return math.isfinite(vector.sum().item()) or bool(torch.isfinite(vector).all())
@@ -490,12 +524,6 @@ def diverged(what: str) -> DivergedError:
     )
 
 
-def _clip(gradient: torch.Tensor, longest: float, further: float) -> float:
-    """Return the factor that limits the norm of `gradient` and a part of norm `further` to `longest`."""
-    norm = math.sqrt(sum(_norm(gradient[part]) ** 2 for part in _slices(slice(0, len(gradient)))) + further**2)
-    return longest / norm if norm > longest else 1.0
-
-
 def _norm(vector: torch.Tensor) -> float:
     norm = float(torch.linalg.vector_norm(vector))
     if 1e-15 < norm < math.inf:
@@ -503,13 +531,13 @@ def _norm(vector: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(vector, dtype=torch.float64))  # for squares beyond the range of float32
 
 
-def _slices(run: slice) -> Iterator[slice]:
-    return (slice(begin, min(begin + _SLICE, run.stop)) for begin in range(run.start, run.stop, _SLICE))
+def _blocks(run: slice) -> Iterator[slice]:
+    return (slice(begin, min(begin + BLOCK, run.stop)) for begin in range(run.start, run.stop, BLOCK))
 
 
-def _copied_slices(run: slice, before: torch.Tensor, target: torch.Tensor) -> Iterator[slice]:
-    """Yield the slices of `run`, each after its weights were copied to `target`."""
-    for part in _slices(run):
+def _copied_blocks(run: slice, before: torch.Tensor, target: torch.Tensor) -> Iterator[slice]:
+    """Yield the blocks of `run`, each after its weights were copied to `target`."""
+    for part in _blocks(run):
         if target.data_ptr() != before.data_ptr():
             target[part] = before[part]
         yield part

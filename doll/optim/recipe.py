@@ -8,13 +8,13 @@ from doll.config import TorchConfig, TrainingConfig
 from doll.config.tables import settings_of_tables
 from doll.errors import ConfigError
 from doll.model.flat_model import FlatModel
-from doll.optim.optimizer import Optimizer
+from doll.optim.optimizer import FlatVector, Optimizer
 from doll.optim.row_optimizer import row_optimizers
 from doll.optim.torch_optimizer import TorchOptimizer, check_torch_optimizer
 
 
 def make_optimizer(
-    training: TrainingConfig, model: FlatModel, *, clips_norm: bool = True,
+    training: TrainingConfig, model: FlatVector, *, clips_norm: bool = True,
     norm_of_tables: Callable[[], float] = lambda: 0.0,
 ) -> Optimizer:  # fmt: skip
     """Make the optimizer of the server. If workers send steps, make the optimizer of a worker instead: it has no moving

@@ -34,6 +34,10 @@ class TorchOptimizer(Optimizer):
     def _make_schedule(self, parts: Sequence[SchedulePart]) -> Schedule | None:
         """Make the optimizer of the class, and its schedule."""
         assert isinstance(self._config, TorchConfig)
+        if not isinstance(self._model, FlatModel):
+            raise ConfigError(
+                f"{_FIELD}.class: expected ps.shards: 1, because {self._config.cls} may use all numbers of a parameter"
+            )
         self._parameters: dict[str, torch.Tensor] = {}
         at = 0
         for name, parameter in _trainable(self._model).items():

@@ -33,6 +33,8 @@ POINTS: Final = (
     "ps.mid_checkpoint",
     "ps.after_checkpoint",
     "ps.after_durable",
+    "shard.after_apply",
+    "shard.after_part",
     "regrid.after_next_job",
     "regrid.after_claim",
     "regrid.after_checkpoint",

@@ -11,7 +11,7 @@ import msgspec
 from doll.errors import CheckpointError
 from doll.ps.engine.events import EngineSnapshot
 from doll.records.bounded import short
-from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.checkpoints import Checkpoint, VersionStore
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -43,7 +43,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        store: VersionStore,
         *,
         acknowledged: Callable[[], int],
         retry_timeout_s: float,
@@ -65,9 +65,12 @@ class CheckpointWriter:
         self._failing_since_s: float | None = None
         self._retry_at_s = 0.0
 
-    def order(self, checkpoint: Checkpoint, *, after_records: int) -> None:
-        """Save `checkpoint` when Kafka has acknowledged `after_records` update records."""
+    def order(self, checkpoint: Checkpoint, *, after_records: int) -> int | None:
+        """Save `checkpoint` when Kafka has acknowledged `after_records` update records. Return the version whose
+        checkpoint will not be saved any more, because this one takes its place; None if there is none."""
+        replaced = None if self._ordered is None else self._ordered[1].version
         self._ordered = (after_records, checkpoint)
+        return replaced
 
     def poll(self) -> int | None:
         """Start due writes and collect finished ones. Return the version that has become durable, or None.

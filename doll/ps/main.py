@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+import uuid
 from pathlib import Path
 
 import msgspec
@@ -34,12 +36,14 @@ from doll.ps.event_log import FileEventLog
 from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.server import ParameterServer, Signals, deliver, serve
+from doll.ps.shards.redis_pipes import RedisServerEnd
+from doll.ps.shards.sharded_host import PartedStore, ShardedHost
 from doll.ps.standby import LeaderCheck, wait_for_lease
 from doll.ps.start import Start, begun_with, make_engine, matched
 from doll.service_checks import require_services
 from doll.services import Services
-from doll.storage.blobs import scope_of
-from doll.storage.checkpoints import Checkpoint
+from doll.storage.blobs import Blobs, scope_of
+from doll.storage.checkpoints import Checkpoint, VersionStore
 from doll.storage.redis_client import WorkerCount, connect_redis
 from doll.storage.stores import checkpoint_location, open_blobs, open_store
 from doll.task.base import load_task, source_checksum
@@ -104,7 +108,7 @@ class _Launch:
     def check(self) -> None:
         """Check that a server may serve the job. Raises the errors that `run` raises before it claims a term."""
         self._open()
-        checkpoint = self._store.load_newest(self._fingerprint)
+        checkpoint = self._newest()
         if checkpoint is None or self._fresh:
             matched(self._config, self._model)
         self._admit()
@@ -116,7 +120,7 @@ class _Launch:
         keep_freed_memory()
         self._open()
         # These checks come before the claim: a wrong job file must not fence the server that runs.
-        newest = self._store.load_newest(self._fingerprint)
+        newest = self._newest()
         replaces = not standby and leader_check is None
         if newest is not None and not (self._fresh or replaces) and (reason := self._finished(newest)) is not None:
             hint = "to continue it, change the section stop of the job file"
@@ -146,6 +150,12 @@ class _Launch:
         check_recipe(config.training, self._model)
         self._fingerprint, self._code = fingerprint(config, self._model), source_checksum(task)
 
+    def _newest(self) -> Checkpoint | None:
+        """Return the newest checkpoint. If the model has shards, it has no tensors, unless an event log needs them."""
+        is_whole = len(self._model.slices) == 1 or self._config.checkpoint.event_log
+        checkpoint = self._store.load_newest(self._fingerprint, with_parts=is_whole)
+        return checkpoint if checkpoint is None or is_whole else dataclasses.replace(checkpoint, tensors={})
+
     def _finished(self, newest: Checkpoint) -> str | None:
         """Return why the job of this checkpoint has ended, if its stop rule is met and all roles know of the end;
         otherwise None. After a rollback, a regrid or a new server, the checkpoint's newer term makes it None."""
@@ -166,7 +176,7 @@ class _Launch:
         config, services, model = self._config, self._services, self._model
         term = self._store.claim_term(lineage.newest_term)
         fault_point("ps.after_claim")
-        checkpoint = self._store.load_newest(self._fingerprint)  # after the claim no earlier server can add one
+        checkpoint = self._newest()  # after the claim no earlier server can add one
         kafka = KafkaChannel(config, services)
 
         def give_up() -> bool:
@@ -182,10 +192,21 @@ class _Launch:
         if initial is not None:
             initial.load_into(model)
             log.info("initial_weights", **initial.report.to_dict())
-        parts = updater, tables = make_parts(config.training, model)
+        is_divided, place = len(model.slices) > 1, None
+        if is_divided and checkpoint is not None and start.checkpoint:
+            place = checkpoint.term, checkpoint.version
+        parts = None if is_divided and not config.checkpoint.event_log else make_parts(config.training, model)
         if initial is not None:
-            start = begun_with(config, start, parts.tensors(), self._fingerprint, initial.report.source)
-        host = ModelHost(config, term, updater, blobs, tables, run_id=start.run_id)
+            tensors = {} if parts is None else parts.tensors()
+            start = begun_with(config, start, tensors, self._fingerprint, initial.report.source)
+        host: ModelHost | ShardedHost
+        store: VersionStore = self._store
+        if is_divided:
+            host = self._sharded_host(term, start.run_id, blobs, heartbeat)
+            store = PartedStore(store, host)
+        else:
+            assert parts is not None, "a model that is not divided is in this process"
+            host = ModelHost(config, term, parts.updater, blobs, parts.tables, run_id=start.run_id)
         engine = make_engine(config, start, host.load, self._fingerprint)
         event_log = None
         if config.checkpoint.event_log:
@@ -195,7 +216,7 @@ class _Launch:
         job = scope_of(config.job, cluster_id(config, services))
         worker_count = WorkerCount(connect_redis(services, timeout_s=1.0, retries=0), job)
         server = ParameterServer(
-            config, engine=engine, host=host, store=self._store, outbox=channel, event_log=event_log,
+            config, engine=engine, host=host, store=store, outbox=channel, event_log=event_log,
             channel_report=channel.report, publish_workers=worker_count.set, layout=model.layout, code=self._code,
             chain=chain,
         )  # fmt: skip
@@ -209,6 +230,8 @@ class _Launch:
             "started", term=term, version=engine.version, policy=engine.policy.name, parameters=model.num_parameters
         )
         try:
+            if isinstance(host, ShardedHost) and not host.begin(self._fingerprint, place, lambda: signals.leave):
+                return 0
             server.open()
             heartbeat.expect("loop")
             heartbeat.expect("kafka", vital=False)
@@ -228,6 +251,21 @@ class _Launch:
                 "task and replay them (doll dead replay), then start the job again: it goes on after them"
             )
         return 0
+
+    def _sharded_host(self, term: int, run_id: str, blobs: Blobs, heartbeat: Heartbeat) -> ShardedHost:
+        config, services = self._config, self._services
+        client, job = connect_redis(services, retries=0), scope_of(config.job, cluster_id(config, services))
+        process = uuid.uuid4().hex
+        ends = [RedisServerEnd(client, job, number, process) for number in range(config.ps.shards)]
+
+        def wait(waits_for: str) -> None:
+            heartbeat.beat("loop")
+            heartbeat.set_waiting_for(waits_for)
+
+        return ShardedHost(
+            config, term, self._model.slices, ends, blobs, run_id=run_id, process=process, wait=wait,
+            keeps_gradients=config.checkpoint.event_log,
+        )  # fmt: skip
 
     def _start(self, checkpoint: Checkpoint | None, term: int = 0, generation: int = 0) -> Start:
         """Continue from the checkpoint, or begin `generation` at `data.start` if there is no checkpoint. If `fresh` is

@@ -44,7 +44,7 @@ from doll.ps.engine.limit import LimitWatch
 from doll.ps.engine.measures import FreshnessMeter, PolicyMeasures
 from doll.ps.engine.stopping import StallDetector
 from doll.ps.event_log import FileEventLog
-from doll.ps.model.model_host import ModelHost
+from doll.ps.model.model_host import Host
 from doll.records.chain import chained
 from doll.records.control import (
     AnyRecord,
@@ -72,7 +72,7 @@ from doll.records.control import (
 )
 from doll.records.record_sizes import fitted
 from doll.storage.blobs import HEADER_BYTES, Buffer
-from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.checkpoints import Checkpoint, VersionStore
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -117,8 +117,8 @@ class ParameterServer:
         config: JobConfig,
         *,
         engine: Engine,
-        host: ModelHost,
-        store: CheckpointStore,
+        host: Host,
+        store: VersionStore,
         outbox: Outbox,
         clock: Callable[[], float] = time.monotonic,
         event_log: FileEventLog | None = None,
@@ -224,8 +224,8 @@ class ParameterServer:
                     self._report_update()
                 if isinstance(action, ev.FetchGradient):
                     outcome = self._timed(self._host.fetch, action)
-                    if outcome.blob is not None:
-                        self._measures.fetched(len(outcome.blob), outcome.num_sent, outcome.plain_row_bytes)
+                    if outcome.num_bytes:
+                        self._measures.fetched(outcome.num_bytes, outcome.num_sent, outcome.plain_row_bytes)
                     pending.append((outcome.event, outcome.blob))
                 else:
                     self._perform(action)
@@ -289,6 +289,7 @@ class ParameterServer:
                 )  # fmt: skip
                 log.error("no_update_possible", reason=why)
             self._outbox.send_status(fitted(self.status()))
+            self._host.check()
             workers = self.engine.moves.num_workers
             if workers != self._workers_published and self._publish_workers(workers):
                 self._workers_published = workers
@@ -362,9 +363,10 @@ class ParameterServer:
             case ev.ApplyUpdate():
                 self._apply(action)
             case ev.StoreCheckpoint():
-                self.checkpoints.order(
-                    self._checkpoint(action.version, action.snapshot), after_records=self._updates_sent
-                )
+                checkpoint = self._checkpoint(action.version, action.snapshot)
+                replaced = self.checkpoints.order(checkpoint, after_records=self._updates_sent)
+                if replaced is not None:
+                    self._host.forget_snapshot(replaced)
             case ev.DropGradient():
                 log.info("gradient_dropped", key=action.key, reason=action.reason)
                 self._host.drop(action.key, action.held)
@@ -476,6 +478,7 @@ class ParameterServer:
         )
         for worker in range(self.engine.settings.places):
             self._outbox.send_command(worker, Stop(term=self.engine.term, reason=action.reason))
+        self._host.end()
         log.info("finished", reason=action.reason, version=action.version, samples=self.engine.samples_total)
 
 

@@ -5,6 +5,9 @@ A checkpoint is one file: magic `DLCK`, u8 schema version = 2, three zero bytes,
 MessagePack (see `CheckpointHead`), the engine's state, the tensors as safetensors, and the sha256 of all of these. A
 later parameter server has a higher `term`. Its checkpoints are newer even if their versions are lower, because it may
 have started from an earlier version.
+
+If the model has shards, each of them stores its tensors as a part: a file of the same format. The checkpoint is stored
+after its parts. It has no tensors, and names the checksums of its parts (docs/decisions/0141).
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -59,6 +62,7 @@ _HEAD_BYTES: Final = 65_536  # most heads are shorter
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{8,})-(\d{10,})\.doll")
 _CLAIM: Final = re.compile(r"term-(\d+)\.claim")
+_PART: Final = re.compile(r"checkpoint-(\d{8,})-(\d{10,})\.part-\d+-of-\d+\.doll")
 _OF_TERM: Final = re.compile(r"term-(\d+)\.")
 KEPT_CLAIMS: Final = 8
 _DTYPES: Final = (
@@ -70,6 +74,15 @@ _DTYPES: Final = (
     | {np.dtype("?"): "BOOL"}
 )
 _NAMED_DTYPES: Final = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+class CheckpointPart(msgspec.Struct, frozen=True):
+    """The part of a checkpoint that one shard has stored, `number` of `count`. `checksum`: the end of its file."""
+
+    number: int
+    count: int
+    size_bytes: int
+    checksum: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +98,8 @@ class Checkpoint:
     layout: WeightsLayout = NO_LAYOUT  # layout of the weights; empty in a checkpoint of an earlier release
     code: str = ""  # see `doll.task.base.source_checksum`; "": unknown
     chain: bytes = b""  # hash of the model's last update (`doll.records.chain`); b"": it has none
+    parts: tuple[CheckpointPart, ...] = ()  # of a model with shards, in order; then a file has no tensors
+    sliced: tuple[str, ...] = ()  # in a part: the tensors of which it has a slice; it has the others whole
 
 
 class DamagedError(CheckpointError):
@@ -106,6 +121,8 @@ class CheckpointHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     layout: WeightsLayout = NO_LAYOUT
     code: str = ""
     chain: bytes = b""
+    parts: tuple[CheckpointPart, ...] = ()
+    sliced: tuple[str, ...] = ()
     state: bytes = b""
 
 
@@ -130,6 +147,8 @@ def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
             layout=checkpoint.layout,
             code=checkpoint.code,
             chain=checkpoint.chain,
+            parts=checkpoint.parts,
+            sliced=checkpoint.sliced,
         )
     )
     parts = [_PREFIX.pack(MAGIC, SCHEMA_VERSION, len(head)), head, checkpoint.state, *tensors]
@@ -203,6 +222,8 @@ def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Che
         layout=head.layout,
         code=head.code,
         chain=head.chain,
+        parts=head.parts,
+        sliced=head.sliced,
     )
 
 
@@ -251,6 +272,14 @@ def decode_head(data: bytes) -> CheckpointHead | int:
     return msgspec.structs.replace(head, state=data[start:until])
 
 
+class VersionStore(Protocol):
+    """The part of a `CheckpointStore` that a server uses while it serves."""
+
+    def save(self, checkpoint: Checkpoint) -> None: ...
+
+    def newest_term(self) -> int: ...
+
+
 class CheckpointStore(ABC):
     """Port (interface): the store of one job's checkpoints.
 
@@ -286,6 +315,37 @@ class CheckpointStore(ABC):
     def save(self, checkpoint: Checkpoint) -> None:
         """Store `checkpoint` completely or not at all; it is durable on return. Raise FencedError if a higher term was
         claimed. Raise CheckpointError if it belongs to another job, or this term has saved a higher version."""
+
+    def save_part(self, checkpoint: Checkpoint, number: int, count: int) -> CheckpointPart:
+        """Store the tensors of one shard, `number` of `count`, before the checkpoint that names them is saved. Raises
+        the errors of `save`."""
+        self._check_owner(checkpoint)
+        data = encode_checkpoint(checkpoint)
+        self._write_part(part_name(checkpoint.term, checkpoint.version, number, count), data, checkpoint)
+        return CheckpointPart(number, count, sum(map(len, data)), bytes(data[-1]))
+
+    def read_part(self, term: int, version: int, part: CheckpointPart) -> Checkpoint:
+        """Return a part of a checkpoint. Raise DamagedError if it is missing, damaged, or not the one that was
+        stored for this checkpoint."""
+        name = part_name(term, version, part.number, part.count)
+        try:
+            data = self._read_file(name)
+        except FileNotFoundError:
+            raise DamagedError(f"{name} is missing") from None
+        if data[-_DIGEST_BYTES:] != part.checksum:
+            raise DamagedError(f"{name} is not the part that was stored for this checkpoint")
+        try:
+            return decode_checkpoint(data)
+        except DamagedError as exc:
+            raise DamagedError(f"{name}: {exc}") from exc
+
+    @abstractmethod
+    def _write_part(self, name: str, data: Sequence[Buffer], checkpoint: Checkpoint) -> None:
+        """Durably store a file beside the checkpoints, if `save` would accept the checkpoint."""
+
+    @abstractmethod
+    def _read_file(self, name: str) -> bytes:
+        """Return the bytes of a file beside the checkpoints. Raise FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def versions(self) -> list[tuple[int, int]]:
@@ -398,7 +458,7 @@ class CheckpointStore(ABC):
         return obsolete(stored, marked, keep=self._keep, history=self._history, now_s=time.time())
 
     def load_newest(
-        self, fingerprint: str | None, version: int | None = None, *, in_place: bool = False
+        self, fingerprint: str | None, version: int | None = None, *, in_place: bool = False, with_parts: bool = True
     ) -> Checkpoint | None:
         """Return the newest undamaged checkpoint, or None if there are no checkpoints. Log a warning for each damaged
         one. Raise CheckpointError if its job or fingerprint is another one, or all checkpoints are damaged.
@@ -409,15 +469,18 @@ class CheckpointStore(ABC):
             version: consider only the checkpoints of this version.
             in_place: True: the tensors are mapped from their file, which may be deleted. The system can reclaim their
                 memory. They are read-only, and may be unaligned.
+            with_parts: False: check the parts of shards, and leave out their tensors.
         """
         for _ in range(_READ_ATTEMPTS):
             with suppress(FileNotFoundError):
-                return self._newest_whole(fingerprint, version, in_place)
+                return self._newest_whole(fingerprint, version, in_place, with_parts)
         raise CheckpointError(
             f"checkpoints vanish from {self.location} while they are read: is something else deleting them?"
         )
 
-    def _newest_whole(self, fingerprint: str | None, wanted: int | None, in_place: bool) -> Checkpoint | None:
+    def _newest_whole(
+        self, fingerprint: str | None, wanted: int | None, in_place: bool, with_parts: bool
+    ) -> Checkpoint | None:
         held = self.versions()
         versions = held if wanted is None else [item for item in held if item[1] == wanted]
         if held and not versions:
@@ -430,6 +493,8 @@ class CheckpointStore(ABC):
                 checkpoint = self._mapped(term, version) if in_place else decode_checkpoint(self._read(term, version))
                 if (checkpoint.term, checkpoint.version) != (term, version):
                     raise DamagedError(f"it holds term {checkpoint.term}, version {checkpoint.version}: renamed")
+                if checkpoint.parts:
+                    checkpoint = self._with_tensors(checkpoint, with_parts)
             except DamagedError as exc:
                 reason = reason or str(exc)
                 if wanted is None or (term, version) != versions[0]:
@@ -448,6 +513,14 @@ class CheckpointStore(ABC):
                 "move them away to start the job over"
             )
         return None
+
+    def _with_tensors(self, checkpoint: Checkpoint, with_parts: bool) -> Checkpoint:
+        parts = (self.read_part(checkpoint.term, checkpoint.version, part) for part in checkpoint.parts)
+        if with_parts:
+            return replace(checkpoint, tensors=joined(parts))
+        for _ in parts:  # one after the other, so that one at a time is in memory
+            pass
+        return checkpoint
 
     def _mapped(self, term: int, version: int) -> Checkpoint:
         try:
@@ -501,6 +574,32 @@ def checkpoint_name(term: int, version: int) -> str:
 def checkpoints_among(names: Iterable[str]) -> list[tuple[int, int]]:
     """Return (term, version) of each name of a checkpoint, oldest first."""
     return sorted((int(match[1]), int(match[2])) for name in names if (match := _CHECKPOINT.fullmatch(name)))
+
+
+def part_name(term: int, version: int, number: int, count: int) -> str:
+    """Return the name of the part of a checkpoint that shard `number` of `count` stores."""
+    return f"checkpoint-{term:08d}-{version:010d}.part-{number}-of-{count}.doll"
+
+
+def unused_parts(names: Iterable[str]) -> list[str]:
+    """Return the names of parts that belong to no checkpoint of `names`, and will not, because a newer one is there."""
+    names = list(names)
+    kept = checkpoints_among(names)
+    keys = {name: (int(match[1]), int(match[2])) for name in names if (match := _PART.fullmatch(name))}
+    return [name for name, key in keys.items() if key not in kept and key < max(kept, default=(0, 0))]
+
+
+def joined(parts: Iterable[Checkpoint]) -> dict[str, npt.NDArray[Any]]:
+    """Return the tensors of a checkpoint from its parts, in order. Raise DamagedError if they do not fit together."""
+    items = list(parts)
+    tensors = dict(items[0].tensors)
+    try:
+        for name in items[0].sliced:
+            if name in tensors:
+                tensors[name] = np.concatenate([item.tensors[name] for item in items])
+    except (KeyError, ValueError) as exc:
+        raise DamagedError(f"its parts do not fit together: {exc}") from exc
+    return tensors
 
 
 def claim_name(term: int) -> str:

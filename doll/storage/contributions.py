@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from doll.model.slices import Slice, Slices
 from doll.storage.blobs import Buffer, blob_info, decode_blob, encode_blob
 from doll.storage.sections import RoundedVector, decode_push, encode_push
 from doll.tables.rows import Rows, TableShape
@@ -26,7 +27,7 @@ TAIL: Final = "tail"  # the values after the parameters: buffers, which are alwa
 # In the sparse form a value takes 5 bytes or more; in the dense form it takes 4 bytes and less time on both sides.
 MAX_SHARE: Final = 0.6
 _NO_TABLES: Final[Tables] = {}
-_NO_ROWS: Final[Mapping[str, Rows]] = {}
+NO_ROWS: Final[Mapping[str, Rows]] = {}
 
 
 class DecodedContribution(NamedTuple):
@@ -34,7 +35,7 @@ class DecodedContribution(NamedTuple):
 
     values: Vector  # float32, shape (numel,)
     num_sent: int  # number of values that were sent
-    rows: Mapping[str, Rows] = _NO_ROWS  # rows of tables, by name
+    rows: Mapping[str, Rows] = NO_ROWS  # rows of tables, by name
 
 
 class Compressor(NamedTuple):
@@ -46,7 +47,44 @@ class Compressor(NamedTuple):
     tables: Tables = _NO_TABLES  # shapes of all tables of the model, by name
     rounding: Callable[[Vector], RoundedVector | None] | None = None  # rounds dense parameters; needs `num_parameters`
 
-    def compress(self, values: Vector, *, version: int, rows: Mapping[str, Rows] = _NO_ROWS) -> list[Buffer]:
+    def compress_slices(
+        self, values: Vector, slices: Slices, *, version: int, rows: Mapping[str, Rows] = NO_ROWS
+    ) -> list[list[Buffer]]:  # fmt: skip
+        """Return a blob for each slice of a contribution; see `compress`. A model with several slices has no rows."""
+        if self.num_parameters is None:
+            assert not rows, "a dense contribution has no rows"
+            return [encode_blob(part.view(values), job=self.job, kind="g", version=version) for part in slices]
+        parameters = values[: self.num_parameters]
+        ids = [np.flatnonzero(part.view(values)[: part.num_parameters]) for part in slices]
+        is_dense = sum(map(len, ids)) > MAX_SHARE * self.num_parameters
+        rounded = self.rounding(parameters) if self.rounding is not None and is_dense else None
+        return [
+            self._compressed(part, part.view(values), here, rounded, version, rows)
+            for part, here in zip(slices, ids, strict=True)
+        ]
+
+    def _compressed(
+        self, part: Slice, values: Vector, ids: npt.NDArray[np.int64], rounded: RoundedVector | None, version: int,
+        rows: Mapping[str, Rows],
+    ) -> list[Buffer]:  # fmt: skip
+        """Return the blob of one slice. `ids`: its parameters that are not zero. `rounded`: those of all slices."""
+        n = part.num_parameters
+        parameters = values[:n]
+        is_dense = len(ids) > MAX_SHARE * n
+        if is_dense and not rows and rounded is None:
+            return encode_blob(values, job=self.job, kind="g", version=version)
+        pieces: dict[str, Vector | RoundedVector | Rows] = {}
+        if n and rounded is not None:
+            pieces[PARAMETERS] = rounded._replace(values=rounded.values[part.begin : part.begin + n])
+        elif n:
+            pieces[PARAMETERS] = parameters if is_dense else Rows(ids, parameters[ids].reshape(-1, 1))
+        if len(values) > n:
+            pieces[TAIL] = values[n:]
+        return encode_push(
+            {**pieces, **rows}, shapes_of(len(values), n, self.tables), job=self.job, version=version
+        ).parts
+
+    def compress(self, values: Vector, *, version: int, rows: Mapping[str, Rows] = NO_ROWS) -> list[Buffer]:
         """Return the blob of a contribution in the shorter of its two formats, as parts for `Blobs.put`. The parts may
         be views of `values`, so `values` must not change before they are stored.
 
@@ -54,24 +92,8 @@ class Compressor(NamedTuple):
             values: float32, shape (numel,), with the layout of `doll.model.flat_model`.
             version: version of the weights at which the contribution was computed.
         """
-        n = self.num_parameters
-        if n is None:
-            assert not rows, "a dense contribution has no rows"
-            return encode_blob(values, job=self.job, kind="g", version=version)
-        parameters = values[:n]
-        ids = np.flatnonzero(parameters)
-        is_dense = len(ids) > MAX_SHARE * n
-        rounded = self.rounding(parameters) if self.rounding is not None and is_dense else None
-        if is_dense and not rows and rounded is None:
-            return encode_blob(values, job=self.job, kind="g", version=version)
-        pieces: dict[str, Vector | RoundedVector | Rows] = {}
-        if n:
-            pieces[PARAMETERS] = rounded or (parameters if is_dense else Rows(ids, parameters[ids].reshape(-1, 1)))
-        if len(values) > n:
-            pieces[TAIL] = values[n:]
-        return encode_push(
-            {**pieces, **rows}, shapes_of(len(values), n, self.tables), job=self.job, version=version
-        ).parts
+        n = len(values) if self.num_parameters is None else self.num_parameters
+        return self.compress_slices(values, Slices([Slice(0, len(values), n, n)]), version=version, rows=rows)[0]
 
 
 def decode_contribution(

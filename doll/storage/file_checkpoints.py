@@ -16,7 +16,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -26,6 +26,7 @@ from doll.errors import CheckpointError
 from doll.process.fault_points import fault_point
 from doll.process.files import write_atomically
 from doll.process.platform import lock_exclusively, sync
+from doll.storage.blobs import Buffer
 from doll.storage.checkpoints import (
     Checkpoint,
     CheckpointStore,
@@ -36,13 +37,14 @@ from doll.storage.checkpoints import (
     encode_checkpoint,
     is_forgotten,
     old_claims,
+    unused_parts,
 )
 from doll.storage.version_marks import NO_HISTORY, StoredVersion, VersionHistory
 
 log = telemetry.get_logger(__name__)
 
 LOCK_TIMEOUT_S: Final = 10.0
-_TEMPORARY: Final = re.compile(r"checkpoint-(\d{8,})-\d{10,}\.doll\.\d+\.tmp")
+_TEMPORARY: Final = re.compile(r"checkpoint-(\d{8,})-\d{10,}(?:\.part-\d+-of-\d+)?\.doll\.\d+\.tmp")
 
 
 class FileCheckpointStore(CheckpointStore):
@@ -79,14 +81,20 @@ class FileCheckpointStore(CheckpointStore):
 
     def save(self, checkpoint: Checkpoint) -> None:
         self._check_owner(checkpoint)
-        path = self._path(checkpoint.term, checkpoint.version)
+        self._store(checkpoint_name(checkpoint.term, checkpoint.version), encode_checkpoint(checkpoint), checkpoint)
+
+    def _write_part(self, name: str, data: Sequence[Buffer], checkpoint: Checkpoint) -> None:
+        self._store(name, data, checkpoint, is_part=True)
+
+    def _store(self, name: str, data: Sequence[Buffer], checkpoint: Checkpoint, *, is_part: bool = False) -> None:
+        path = self.folder / name
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         with self._translate_errors("save a checkpoint in"):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._check_term(checkpoint)  # checked before the work, and again under the lock
                 with temporary.open("wb") as file:
-                    for part in encode_checkpoint(checkpoint):
+                    for part in data:
                         file.write(part)
                         fault_point("ps.mid_checkpoint", file.flush)
                     file.flush()
@@ -95,7 +103,8 @@ class FileCheckpointStore(CheckpointStore):
                     self._check_term(checkpoint)
                     temporary.replace(path)
                     _fsync_folder(self.folder)
-                    self._delete_old(checkpoint.term)
+                    if not is_part:
+                        self._delete_old(checkpoint.term)
             finally:
                 temporary.unlink(missing_ok=True)
 
@@ -103,6 +112,8 @@ class FileCheckpointStore(CheckpointStore):
         with self._translate_errors("delete a checkpoint in"), self._locked():
             for key in self._but_newest(keys):
                 self._path(*key).unlink(missing_ok=True)
+            for name in unused_parts(self._names()):
+                (self.folder / name).unlink(missing_ok=True)
             _fsync_folder(self.folder)
 
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
@@ -111,6 +122,10 @@ class FileCheckpointStore(CheckpointStore):
             self._path(term, version).open("rb") as file,
         ):
             return file.read(-1 if size is None else size)
+
+    def _read_file(self, name: str) -> bytes:
+        with self._translate_errors("read a checkpoint in", but=FileNotFoundError):
+            return (self.folder / name).read_bytes()
 
     def _map(self, term: int, version: int) -> mmap.mmap:
         with (
@@ -164,7 +179,9 @@ class FileCheckpointStore(CheckpointStore):
     def _delete_old(self, term: int) -> None:
         """Delete the checkpoints that are not kept, and the temporary files of crashed servers."""
         paths = [self._path(*item.key) for item in self._obsolete(self.stored())]
-        names = self._names()
+        gone = {path.name for path in paths}
+        names = [name for name in self._names() if name not in gone]
+        paths += [self.folder / name for name in unused_parts(names)]
         paths += [
             self.folder / name for name in names if (match := _TEMPORARY.fullmatch(name)) and int(match[1]) < term
         ]

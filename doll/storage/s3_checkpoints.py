@@ -21,12 +21,13 @@ leaves either a complete checkpoint, or a checkpoint that is not valid.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from doll import telemetry
 from doll.errors import CheckpointError
+from doll.storage.blobs import Buffer
 from doll.storage.checkpoints import (
     Checkpoint,
     CheckpointStore,
@@ -37,6 +38,7 @@ from doll.storage.checkpoints import (
     encode_checkpoint,
     is_forgotten,
     old_claims,
+    unused_parts,
 )
 from doll.storage.version_marks import NO_HISTORY, StoredVersion, VersionHistory
 
@@ -136,25 +138,34 @@ class S3CheckpointStore(CheckpointStore):
         has listed it."""
         self._check_owner(checkpoint)
         name = checkpoint_name(checkpoint.term, checkpoint.version)
+        self._write_part(name, encode_checkpoint(checkpoint), checkpoint)
         with self._translate_errors("save a checkpoint in"):
-            self._check_term(checkpoint, self._list())
-            data = b"".join(encode_checkpoint(checkpoint))
-            if not self._put_new(name, data) and self._get(name)[0] != data:
-                self._put(name, data)  # saved before, and since damaged or of an older state
             listing = self._list()
             # The stored object is not deleted if a higher claim exists, because that claim may begin from it.
             self._check_term(checkpoint, listing)
             old = {item.key for item in self._obsolete(listing.stored())}
             old |= set(listing.checkpoints).difference(listing.versions())  # checkpoints that are not valid
-            self._delete([checkpoint_name(*key) for key in sorted(old)] + listing.old_claims)
+            gone = [checkpoint_name(*key) for key in sorted(old)]
+            parts = unused_parts(listing.objects.keys() - set(gone))
+            self._delete(gone + parts + listing.old_claims)
+
+    def _write_part(self, name: str, data: Sequence[Buffer], checkpoint: Checkpoint) -> None:
+        with self._translate_errors("save a checkpoint in"):
+            self._check_term(checkpoint, self._list())
+            whole = b"".join(data)
+            if not self._put_new(name, whole) and self._get(name)[0] != whole:
+                self._put(name, whole)  # saved before, and since damaged or of an older state
 
     def delete(self, keys: Iterable[tuple[int, int]]) -> None:
         with self._translate_errors("delete a checkpoint in"):
             for key in self._but_newest(keys):
                 self._client.delete_object(Bucket=self._bucket, Key=self._prefix + checkpoint_name(*key))
+            self._delete(unused_parts(self._list().objects))
 
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
-        name = checkpoint_name(term, version)
+        return self._read_file(checkpoint_name(term, version), size)
+
+    def _read_file(self, name: str, size: int | None = None) -> bytes:
         with self._translate_errors("read a checkpoint in"):
             data, _ = self._get(name, {} if size is None else {"Range": f"bytes=0-{size - 1}"})
         if data is None:

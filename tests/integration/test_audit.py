@@ -221,7 +221,12 @@ def test_it_looks_again_when_a_checkpoint_was_saved_meanwhile(job: Job) -> None:
         loads = 0
 
         def load_newest(
-            self, fingerprint: str | None, version: int | None = None, *, in_place: bool = False
+            self,
+            fingerprint: str | None,
+            version: int | None = None,
+            *,
+            in_place: bool = False,
+            with_parts: bool = True,
         ) -> Checkpoint | None:
             self.loads += 1
             return (old if self.loads == 1 else new).load_newest(fingerprint)

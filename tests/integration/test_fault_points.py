@@ -14,7 +14,7 @@ import pytest
 from doll.local.forks import Role
 from doll.local.supervisor import Restart, RoleSpec, Supervisor
 from doll.process.fault_points import ENV, POINTS, fault_point
-from job_rig import MakePipeline
+from job_rig import MakePipeline, Pipeline
 from paths import DOCS
 
 # What the processes of a name die at, one after the other: each process has one such point, and the last one has none.
@@ -35,8 +35,11 @@ DEATHS: dict[str, dict[str, list[str]]] = {
         "worker-1": ["worker.after_guard@1", "worker.after_blob@4", "worker.after_durable@1"],
     },
     "workers in a set of batches": {"worker-0": ["worker.mid_set@4"], "worker-1": ["worker.after_sum@4"]},
+    # A server ends with its shard, and the next one may begin before the other shard dies.
+    "shards": {"shard-0": ["shard.after_apply@4"], "shard-1": ["shard.after_part@2"]},
 }  # fmt: skip
 ROUND = 10  # updates
+IN_SHARDS = ("ps.shards=2", "task.args.hidden=[600, 600]")
 # Of both classes: for whatever the model says, one of them is wrong, and its gradient far too long.
 HUGE = [np.array([3e38, 3e38, 3e38, 3e38, y], "<f4").tobytes() for y in (0, 1)]
 OPERATIONS = DOCS / "operations.md"
@@ -47,7 +50,10 @@ def test_every_point_is_tested_and_explained() -> None:
     tested = [death.partition("@")[0] for job in DEATHS.values() for deaths in job.values() for death in deaths]
     of_commands = ("regrid.", "rollback.", "forget.")
     assert sorted(tested) == sorted(point for point in POINTS if not point.startswith(of_commands))
-    rows = re.findall(r"^\| `((?:worker|ps|regrid|rollback|forget)\.\w+)` \|", OPERATIONS.read_text(), re.MULTILINE)
+    form = r"^\| `((?:worker|ps|shard|regrid|rollback|forget)\.\w+)` \|"
+    rows = re.findall(form, OPERATIONS.read_text(), re.MULTILINE)
+        r"^\| `((?:worker|ps|shard|regrid|rollback|forget)\.\w+)` \|", OPERATIONS.read_text(), re.MULTILINE
+    )
     assert sorted(rows) == sorted(POINTS)
 
 
@@ -75,7 +81,7 @@ def test_deaths_in_the_gaps_cost_nothing(make_pipeline: MakePipeline, who: str) 
     group_size, updates = (4 if who.endswith("set of batches") else 2), ROUND * (rounds + 1)
     job = make_pipeline(
         f"stop.updates={updates}", "checkpoint.every_updates=4", "checkpoint.every_s=1000",
-        f"training.policy.group_size={group_size}",
+        f"training.policy.group_size={group_size}", *(IN_SHARDS if who == "shards" else ()),
     )  # fmt: skip
     left = {name: iter(points) for name, points in deaths.items()}
 
@@ -99,14 +105,19 @@ def test_deaths_in_the_gaps_cost_nothing(make_pipeline: MakePipeline, who: str) 
             samples[at] = value
         job.send(samples)
         dead = sum(min(len(points), number + 1) for points in deaths.values())
-        job.until(lambda dead=dead: len(job.restarts) >= dead, f"death {number + 1} of {deaths}")  # type: ignore[misc]
+        job.until(lambda dead=dead: len(killed(job)) >= dead, f"death {number + 1} of {deaths}")  # type: ignore[misc]
     # More than the stop rule needs of both streams: one of them may be ahead when its worker dies.
     job.send(job.samples(ROUND * group_size * 8 + 160))
     job.until_finished()
-    died = sorted((restart.name, restart.exit_code) for restart in job.restarts)
-    assert died == sorted((name, -signal.SIGKILL) for name, points in deaths.items() for _ in points)
+    assert sorted(killed(job)) == sorted(name for name, points in deaths.items() for _ in points)
+    others = [restart for restart in job.restarts if restart.exit_code != -signal.SIGKILL]
+    assert {restart.name for restart in others} == ({"ps"} if who == "shards" else set())
     report = job.assert_audit_ok()
     assert report.version == updates
     assert report.applied + report.dead == updates * group_size * 8
     assert min(2, len(poison)) <= report.dead <= len(poison)
-    assert report.term == 1 + len(deaths.get("ps", []))
+    assert report.term == 1 + len(deaths.get("ps", [])) + len(others)
+
+
+def killed(job: Pipeline) -> list[str]:
+    return [restart.name for restart in job.restarts if restart.exit_code == -signal.SIGKILL]

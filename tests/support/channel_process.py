@@ -25,7 +25,7 @@ from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientCom
 from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import GuardedGradient
 from doll.consumers.compute.step_model import StepModel
-from doll.consumers.compute.weights_ahead import DeltaReader
+from doll.consumers.compute.weights_ahead import SlicedDeltaReader
 from doll.consumers.protocol.worker_core import (
     Batch,
 )
@@ -43,7 +43,6 @@ from doll.records.control import (
     Settle,
 )
 from doll.storage.contributions import Compressor
-from doll.storage.deltas import Layout
 from doll.tables.rows import Ids, Rows
 from doll.task.base import Task, load_task
 from doll.task.batches import SampleBatch
@@ -258,8 +257,7 @@ class Process(worlds.Process):
         self.local: Any
         deltas = None
         if config.training.policy.publishes_deltas:
-            layout = Layout(self.computer.weights.size, self.num_parameters)
-            deltas = DeltaReader(config.job, world.blobs, layout)
+            deltas = SlicedDeltaReader(config.job, world.blobs, self.model.slices)
         if self.sends_steps:
             self.local = inner = StepModel(
                 config.job, world.blobs, config.training, self.model, self.computer, rows=self.tables,
@@ -274,7 +272,7 @@ class Process(worlds.Process):
             if is_sparse
             else Compressor(config.job),
             blobs=world.blobs, dead_letters=None,  # type: ignore[arg-type]  # no sample is refused
-            contribution=Recorder(self, inner), rows=self.tables,
+            contribution=Recorder(self, inner), rows=self.tables, slices=self.model.slices,
         )  # fmt: skip
         self.grant: Grant | None = None
         self.usual: tuple[float, ...] = ()

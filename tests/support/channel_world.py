@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from channel_process import PLACES, SETTLING, WORKERS, Process, job_of, takes_tables
@@ -84,6 +84,7 @@ class World(worlds.World[Process]):
         self.growth = self._topic_rng.choice(_GROWTH) if self.adds_and_releases else 0.0
         self.config, self.task = job_of(policy, has_tables=has_tables)
         self.blobs = MemoryBlobs(lambda: 0.0)
+        self.begin()
         self.saved: Checkpoint | None = None
         self.expected = ExpectedModel(self.config.training.policy, stands=self.stands)
         self.counts: Counter[str] = Counter()
@@ -96,6 +97,9 @@ class World(worlds.World[Process]):
                 self.receive(process, process.to_worker["kafka"].popleft())
             for _ in range(4):
                 self.do(process, process.core.batch_ready(process.batch()))
+
+    def begin(self) -> None:
+        """Called before the first server starts."""
 
     # --- the server ---------------------------------------------------------------------------------------------------
 
@@ -120,7 +124,7 @@ class World(worlds.World[Process]):
 
     def _make_engine(self) -> Engine:
         parts = make_parts(self.config.training, build(self.config, self.task))
-        self.host = ModelHost(self.config, self.term, parts.updater, self.blobs, parts.tables)
+        self.host: Any = ModelHost(self.config, self.term, parts.updater, self.blobs, parts.tables)
         if self.saved is None:
             start = Start(self.term, self.now, (0,) * self._partitions_at_start)
         else:
@@ -153,7 +157,8 @@ class World(worlds.World[Process]):
             case ev.PublishWeights(version):
                 host.publish(version)
             case ev.FetchGradient():
-                return host.fetch(action).event
+                event: ev.Event = host.fetch(action).event
+                return event
             case ev.ApplyUpdate():
                 host.apply(action)
                 host.tidy(self.engine.named_versions)
@@ -166,13 +171,15 @@ class World(worlds.World[Process]):
                 host.republish(version)
             case ev.StoreCheckpoint(version, snapshot):
                 assert not self.expected.moments[self.term, version].held_back, "what is durable is whole"
-                tensors = {name: values.copy() for name, values in host.tensors().items()}
-                self.saved = Checkpoint(
-                    job="unit", fingerprint="", term=self.term, version=version, state=encode_snapshot(snapshot),
-                    tensors=tensors,
-                )  # fmt: skip
+                self.saved = self.checkpoint(version, encode_snapshot(snapshot))
                 self.counts["checkpoints"] += 1
         return super().perform(action)
+
+    def checkpoint(self, version: int, state: bytes) -> Checkpoint:
+        tensors = {name: values.copy() for name, values in self.host.tensors().items()}
+        return Checkpoint(
+            job="unit", fingerprint="", term=self.term, version=version, state=state, tensors=tensors
+        )  # fmt: skip
 
     def get_rows(self, process: Process, request: GetRows) -> None:
         """Meanwhile the server goes on. A request may be lost, and so may its answer."""

@@ -91,8 +91,10 @@ class Pipeline:
         return RoleSpec(name, f"doll.run.local.roles:{role}", log, arguments, {BLOBS_ENV: self.services.blobs})
 
     def start(self) -> None:
-        """The parameter server and all workers."""
+        """The parameter server with its shards, if it has any, and all workers."""
         self.start_ps()
+        for number in range(self.config.ps.shards) if self.config.ps.shards > 1 else ():
+            self._start(self.spec(f"shard-{number}", "shard_role", number))
         for worker in range(self.config.data.workers):
             self.start_worker(worker)
 

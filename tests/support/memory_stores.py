@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from doll.errors import BlobError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer, NearBlobs
-from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, encode_checkpoint
+from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, encode_checkpoint, unused_parts
 from doll.storage.version_marks import NO_HISTORY, StoredVersion, VersionHistory
 
 
@@ -80,6 +80,7 @@ class MemoryCheckpointStore(CheckpointStore):
         super().__init__(job, "memory", keep, history)
         self._held: dict[tuple[int, int], bytes] = {}
         self._saved_s: dict[tuple[int, int], float] = {}
+        self.parts: dict[str, bytes] = {}
         self._documents: dict[str, bytes] = {}  # shared by handles
         self._claims = [0]
         self._failures: deque[Exception] = deque()
@@ -107,11 +108,30 @@ class MemoryCheckpointStore(CheckpointStore):
             self.saved.append(key)
             for old in self._obsolete(self.stored()):
                 del self._held[old.key]
+            self._delete_unused_parts()
 
     def delete(self, keys: Iterable[tuple[int, int]]) -> None:
         with self._lock:
             for key in self._but_newest(keys):
                 self._held.pop(key, None)
+            self._delete_unused_parts()
+
+    def _delete_unused_parts(self) -> None:
+        for name in unused_parts([*self.parts, *(checkpoint_name(*key) for key in self._held)]):
+            del self.parts[name]
+
+    def _write_part(self, name: str, data: Sequence[Buffer], checkpoint: Checkpoint) -> None:
+        with self._lock:
+            if self._failures:
+                raise self._failures.popleft()
+            self._refuse_if_superseded(checkpoint, self._newest(), self._held)
+            self.parts[name] = b"".join(data)
+
+    def _read_file(self, name: str) -> bytes:
+        try:
+            return self.parts[name]
+        except KeyError:
+            raise FileNotFoundError(name) from None
 
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
         try:

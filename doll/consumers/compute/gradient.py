@@ -13,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from doll.consumers.compute.weights_ahead import DeltaReader, WeightsAhead
+from doll.consumers.compute.weights_ahead import Deltas, WeightsAhead
 from doll.consumers.protocol.grants import grant_id_of
 from doll.errors import BlobError, IllegalEventError, ServiceUnavailableError, TaskError
 from doll.model.flat_model import FlatModel
 from doll.model.random_numbers import draw_from
+from doll.model.slices import Slices
 from doll.optim.optimizer import length
 from doll.records.control import Grant, HeldOutScore, NewVersion
-from doll.storage.blobs import Blobs, decode_blob
+from doll.storage.blobs import Blobs
+from doll.storage.slice_blobs import read_weights
 from doll.tables.embedding_tables import norm as norm_of_rows
 from doll.tables.rows import Rows, add_in_order
 from doll.task import passes, trees
@@ -138,6 +140,11 @@ class GradientComputer:
     @property
     def num_values(self) -> int:
         return self._model.host.numel()
+
+    @property
+    def slices(self) -> Slices:
+        """The slices of the weights that the server's shards publish."""
+        return self._model.slices
 
     def load(self, weights: npt.NDArray[np.float32]) -> None:
         """Copy `weights`, float32, shape (numel,), into the replica. Raise ValueError if the shape differs."""
@@ -388,13 +395,11 @@ class GradientSum:
 
 
 def stored_weights(
-    blobs: Blobs, key: str, *, job: str, version: int, numel: int
+    blobs: Blobs, key: str, slices: Slices, *, job: str, version: int
 ) -> npt.NDArray[np.float32] | None:  # fmt: skip
     """Return the weights under `key`, shape (numel,), perhaps as a view. Return None if some of them are missing."""
-    if (blob := blobs.get(key)) is None:
-        return None
     try:
-        return decode_blob(blob, job=job, kind="w", version=version, numel=numel)
+        return read_weights(blobs, key, slices, job=job, version=version)
     except BlobError as exc:
         log.warning("weights_refused", key=key, reason=str(exc))
         return None
@@ -434,7 +439,7 @@ class CachedVersion:
 
     def __init__(
         self, job: str, blobs: Blobs, computer: GradientComputer, background: Executor | None = None,
-        deltas: DeltaReader | None = None,
+        deltas: Deltas | None = None,
     ) -> None:  # fmt: skip
         """Create the model. `background` is an executor with one thread, which reads offered versions in advance. None:
         offered versions are read when the next batch begins. `deltas` reads the changes of the weights, if the server
@@ -496,5 +501,5 @@ class CachedVersion:
         return True
 
     def _stored(self, source: Grant | NewVersion) -> npt.NDArray[np.float32] | None:
-        numel = self._computer.num_values
-        return stored_weights(self._blobs, source.key, job=self._job, version=source.version, numel=numel)
+        slices = self._computer.slices
+        return stored_weights(self._blobs, source.key, slices, job=self._job, version=source.version)

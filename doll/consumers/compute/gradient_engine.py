@@ -20,6 +20,7 @@ from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import BlobError
 from doll.model.random_numbers import seed_of
+from doll.model.slices import Slices, single_slice
 from doll.optim.optimizer import Contribution
 from doll.process.fault_points import fault_point
 from doll.records.control import Grant, HeldOutScore, NewVersion
@@ -216,16 +217,18 @@ class GrantHandler:
         shared: SharedSamples | None = None,
         held_out: Scorer | None = None,
         scope: str = "",
+        slices: Slices | None = None,
     ) -> None:
         """Create the handler. `shared`: None: the replica is not evaluated. `held_out`: scores samples that are not
         learned; None: they have no score. `scope`: as in `doll.storage.blobs.scope_of`; default: the job's name, for a
-        run without id."""
+        run without id. `slices`: those of the model's shards; None: it is not divided."""
         self._scope = scope or config.job
         self._seed = config.seed
         self._ttl_s = config.blobs.ttl_s
         self._local_model = local_model
         self._guard = guard
         self._compressor = compressor
+        self._slices = slices
         self._blobs = blobs
         self._dead_letters = dead_letters
         self._contribution = contribution
@@ -324,12 +327,13 @@ class GrantHandler:
         key = gradient_key(self._scope, term, grant_id) + suffix
         absent = self._contribution.absent
         begun_s = time.perf_counter()
-        parts = self._compressor.compress(values, version=version, rows=self._contribution.rows())
-        is_there = True
-        if suffix:  # if a rest were lost, the whole job would be rolled back
-            self._blobs.put(key, parts, self._ttl_s)
-        else:
-            is_there = self._blobs.put_soon(key, parts, self._ttl_s)
+        slices, is_there = self._slices or single_slice(len(values)), True
+        blobs = self._compressor.compress_slices(values, slices, version=version, rows=self._contribution.rows())
+        for name, parts in zip(slices.keys(key), blobs, strict=True):
+            if suffix:  # if a rest were lost, the whole job would be rolled back
+                self._blobs.put(name, parts, self._ttl_s)
+            else:
+                is_there &= self._blobs.put_soon(name, parts, self._ttl_s)
         fault_point("worker.after_blob")
         store_s = done.store_s + time.perf_counter() - begun_s
         return replace(

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from doll.config import TrainingConfig
 from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
-from doll.consumers.compute.weights_ahead import DeltaReader
+from doll.consumers.compute.weights_ahead import Deltas
 from doll.consumers.protocol.grants import grant_id_of
 from doll.consumers.tables.table_rows import WorkerTables
 from doll.errors import IllegalEventError
@@ -58,7 +58,7 @@ class StepModel:
     def __init__(
         self, job: str, blobs: Blobs, training: TrainingConfig, model: FlatModel, computer: GradientComputer,
         *, takes_steps: bool = False, rows: WorkerTables | None = None, background: Executor | None = None,
-        deltas: DeltaReader | None = None, rounds: bool = False,
+        deltas: Deltas | None = None, rounds: bool = False,
     ) -> None:  # fmt: skip
         """Create the model. If `takes_steps` is True, `add` receives the task's own steps instead of gradients, and the
         optimizer is not used. `rows` contains the rows of the model's tables and their optimizer; None: the model has

@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.errors import BlobError
+from doll.model.slices import Slices
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, delta_key
 from doll.storage.contributions import MAX_SHARE
 from doll.storage.deltas import Delta, Layout, decode_changes
+from doll.storage.slice_blobs import SliceBlobs
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -93,6 +95,32 @@ def _place(source: Grant | NewVersion) -> tuple[int, int]:
 _MAX_DELTAS: Final = 8  # read one after the other: each costs a round trip, like the complete weights
 
 
+class SlicedDeltaReader:
+    """A reader of the deltas of all slices of a model; see `DeltaReader`."""
+
+    def __init__(self, job: str, blobs: Blobs, slices: Slices) -> None:
+        self._slices = slices
+        self._readers = [
+            DeltaReader(job, SliceBlobs(blobs, slices, number), Layout(part.size, part.num_parameters))
+            for number, part in enumerate(slices)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(reader.num_bytes for reader in self._readers)
+
+    def keep(self, weights: Weights, source: Grant | NewVersion) -> None:
+        for reader, part in zip(self._readers, self._slices, strict=True):
+            reader.keep(part.view(weights), source)
+
+    def read(self, source: Grant | NewVersion) -> Weights | None:
+        parts = [reader.read(source) for reader in self._readers]
+        if len(parts) == 1:
+            return parts[0]
+        whole = [part for part in parts if part is not None]
+        return np.concatenate(whole) if len(whole) == len(parts) else None
+
+
 class DeltaReader:
     """A reader of deltas, which keeps a copy of the last weights that were read, without own steps. Not thread-safe."""
 
@@ -142,3 +170,6 @@ class DeltaReader:
         except BlobError as exc:  # also NotFiniteError: reading the complete weights gives the error
             log.warning("delta_refused", key=key, reason=str(exc), action="the whole weights are read")
             return None
+
+
+Deltas: TypeAlias = DeltaReader | SlicedDeltaReader

@@ -362,8 +362,8 @@ class PipelineGradientEngine:
             raise TaskError(f"a batch cannot be sent to the first stage: {exc}; set a smaller data.batch_size") from exc
 
     def _pull(self, weights: vw.Weights) -> None:
-        numel = self._computer.weights.size
-        values = stored_weights(self._blobs, weights.key, job=self._scope, version=weights.version, numel=numel)
+        slices = self._computer.slices
+        values = stored_weights(self._blobs, weights.key, slices, job=self._scope, version=weights.version)
         if values is not None:
             self._pulled[:] = values  # all stages have read the earlier weights that they needed
         self._do(self._core.pulled(weights, is_there=values is not None))
@@ -380,8 +380,10 @@ class PipelineGradientEngine:
         is_rest = self._rest is not None and self._rest[0] == until
         key = gradient_key(self._scope, grant.term, grant.grant_ids[0]) + (":rest" if is_rest else "")
         begun_s = time.monotonic()
-        parts = self._compressor.compress(self._pushed, version=wave.version, rows={})
-        self._blobs.put(key, parts, self._ttl_s)
+        slices = self._computer.slices
+        blobs = self._compressor.compress_slices(self._pushed, slices, version=wave.version)
+        for name, parts in zip(slices.keys(key), blobs, strict=True):
+            self._blobs.put(name, parts, self._ttl_s)
         fault_point("worker.after_blob")
         store_s = time.monotonic() - begun_s
         if is_rest and self._rest is not None:

@@ -1,16 +1,16 @@
 """The host of the model at the parameter server. It collects gradients, makes versions and publishes weights.
 
-The model is not sharded: one host has all weights, and all rows of all tables. Only a virtual worker divides a
-model, by layers (`doll.pipeline`).
+One host has all weights, and all rows of all tables. If the model has shards (`ps.shards`), each of them has a host for
+its slice (`doll.ps.shards`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -58,13 +58,39 @@ class FetchOutcome(NamedTuple):
 
     Attributes:
         blob: the gradient as the worker stored it, for the event log; None if the gradient was lost.
+        num_bytes: size of the gradient's blobs.
         plain_row_bytes: size of the gradient's table rows before coding, with 8 bytes for each key.
     """
 
     event: GradientFetched | GradientLost
     blob: Buffer | None = None
+    num_bytes: int = 0
     num_sent: int = 0
     plain_row_bytes: int = 0
+
+
+class Host(Protocol):
+    """Port: the model of one term, for the server. `ModelHost` describes the methods."""
+
+    @property
+    def num_values(self) -> int: ...
+    def fetch(self, order: FetchGradient) -> FetchOutcome: ...
+    def prefetch(self, keys: Sequence[str], coming: Sequence[str] = ()) -> None: ...
+    def is_reading(self, key: str) -> bool: ...
+    def apply(self, update: ApplyUpdate) -> int: ...
+    def publish(self, version: int) -> str: ...
+    def republish(self, version: int) -> str: ...
+    def release(self, version: int) -> None: ...
+    def tidy(self, named: Collection[int] = ()) -> None: ...
+    def drop(self, key: str, held: int = 0) -> None: ...
+    def store_rows(self, request: GetRows, version: int, *, subscribes: bool) -> StoredRows: ...
+    def changed_rows(self, worker: int, version: int) -> StoredRows | None: ...
+    def forget_rows(self, worker: int) -> None: ...
+    def table_totals(self) -> dict[str, Totals]: ...
+    def tensors(self) -> dict[str, npt.NDArray[Any]]: ...
+    def forget_snapshot(self, version: int) -> None: ...
+    def check(self) -> None: ...
+    def end(self) -> None: ...
 
 
 class ModelHost:
@@ -148,7 +174,13 @@ class ModelHost:
             self._deleted.add(order.key)
         fetched = GradientFetched(grant_id=order.grant_id, max_change=max_change)
         plain = sum(rows.ids.nbytes + rows.values.nbytes for rows in decoded.rows.values())
-        return FetchOutcome(fetched, blob, decoded.num_sent, plain)
+        return FetchOutcome(fetched, blob, len(blob), decoded.num_sent, plain)
+
+    def add_in_order(self, order: FetchGradient) -> None:
+        """Add the gradient of an order that `fetch` was given without `in_order`, as if it had been."""
+        self._contributions.add_waiting(order.grant_id)
+        self._blobs.delete(order.key)
+        self._deleted.add(order.key)
 
     def prefetch(self, keys: Sequence[str], coming: Sequence[str] = ()) -> None:
         """Prepare for calls of `fetch` with these keys. `coming` is a subset of the keys, whose gradients may not be in
@@ -293,6 +325,15 @@ class ModelHost:
         """Return weights and state by name, for a checkpoint. Later updates do not change these arrays."""
         self._may_rewrite = False  # weights in shared memory are returned without a copy
         return self._parts.tensors()
+
+    def forget_snapshot(self, version: int) -> None:
+        """Do nothing, because the tensors of a checkpoint that will not be saved are freed with it."""
+
+    def check(self) -> None:
+        """Do nothing, because the model is in this process. `ShardedHost` checks its shards."""
+
+    def end(self) -> None:
+        """Do nothing at the end of the job. `ShardedHost` lets its shards exit."""
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         self._unpublished = None

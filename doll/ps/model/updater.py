@@ -15,7 +15,7 @@ import numpy.typing as npt
 from doll.config import TrainingConfig
 from doll.metrics.states import combined, from_bytes
 from doll.model.flat_model import FlatModel
-from doll.optim.optimizer import Contribution, OuterOptimizer, StepAdder, Updater
+from doll.optim.optimizer import Contribution, FlatVector, OuterOptimizer, StepAdder, Updater
 from doll.optim.recipe import decay, make_optimizer
 from doll.optim.row_optimizer import row_optimizers
 from doll.ps.engine.events import ApplyUpdate
@@ -72,6 +72,11 @@ class ContributionBuffer:
         for earlier in sorted(number for number in self._waiting if number < grant_id):
             self._add(self._waiting.pop(earlier))
         self._add(_WaitingSet(contribution, rows, grant_id))
+
+    def add_waiting(self, grant_id: int) -> None:
+        """Add the sum of a set that `put` has kept: it is `in_order` now."""
+        waiting = self._waiting.pop(grant_id)
+        self.put(grant_id, waiting.values, rows=waiting.rows, in_order=True)
 
     def drop(self, grant_id: int) -> None:
         """Forget the sum of this set, because its update will never come."""
@@ -193,9 +198,11 @@ class ModelParts(NamedTuple):
             self.tables.load(tensors)
 
 
-def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
-    """Make the parts for the section `training`. They take over the weights and the table rows of `model`. Raises
-    ConfigError if an optimizer cannot be made, or cannot be used for tables."""
+def make_parts(config: TrainingConfig, model: FlatModel, part: FlatVector | None = None) -> ModelParts:
+    """Make the parts for the section `training`. They take over the weights and the table rows of `model`, or the
+    weights of `part`, its slice in a shard. Raises ConfigError if an optimizer cannot be made, or cannot be used for
+    tables."""
+    vector = model if part is None else part
     tables = None
     if model.tables is not None:
         optimizers = None if config.policy.sends_steps else row_optimizers(config, model.tables.shapes)
@@ -208,8 +215,8 @@ def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
         }
         tables = TableStore(model.tables.take_initial(), optimizers, bounded)
     if (outer := config.policy.outer_step) is not None:
-        return ModelParts(OuterOptimizer(model, outer, decay(config)), tables)
+        return ModelParts(OuterOptimizer(vector, outer, decay(config)), tables)
     if config.policy.sends_steps:
-        return ModelParts(StepAdder(model, ema=decay(config)), tables)
+        return ModelParts(StepAdder(vector, ema=decay(config)), tables)
     norm = (lambda: 0.0) if tables is None else tables.norm
-    return ModelParts(make_optimizer(config, model, norm_of_tables=norm), tables)
+    return ModelParts(make_optimizer(config, vector, norm_of_tables=norm), tables)

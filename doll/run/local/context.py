@@ -112,6 +112,11 @@ class LocalRun:
             return [self._spec(name, "ps_standby_role") for name in PARAMETER_SERVERS]
         return [self._spec("ps", "ps_role")]
 
+    def shards(self) -> list[RoleSpec]:
+        """Return the shards of `ps.shards`; none if the parameter server has the whole model."""
+        count = self.config.ps.shards if self.config.ps.shards > 1 else 0
+        return [self._spec(f"shard-{number}", "shard_role", number) for number in range(count)]
+
     def worker(self, slot: int) -> RoleSpec:
         return self._spec(f"worker-{slot}", "worker_role", slot)
 

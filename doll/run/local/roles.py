@@ -137,6 +137,12 @@ class JobProcess:
                 after_term=self.after_term, run_id=self.run_id, check_only=check_only,
             )  # fmt: skip
 
+    def shard(self, number: int) -> int:
+        """Hold a slice of the model, if `ps.shards` divides it."""
+        from doll.ps.shard_main import run_shard
+
+        return run_shard(self.config, self.services, self.run_folder, number)
+
     def evaluator(self) -> int:
         from doll.evaluation.main import run_evaluator
 
@@ -191,6 +197,7 @@ ps_role = _forked("ps", lambda process: process.parameter_server(takeover=True))
 """The entry point of the parameter server. It replaces a running one."""
 ps_standby_role = _forked("ps-standby", lambda process: process.parameter_server(standby=True))
 worker_role = _forked("worker-{}", JobProcess.worker)
+shard_role = _forked("shard-{}", JobProcess.shard)
 evaluator_role = _forked("evaluator", JobProcess.evaluator)
 producer_role = _forked("producer", JobProcess.producer)
 joiner_role = _forked("joiner-{}", JobProcess.joiner)

@@ -44,7 +44,7 @@ class Learning:
         say(f"starting the parameter server and {config.data.workers} workers (the first waits for torch's import)")
         for spec in self._run.parameter_servers():
             self._supervisor.start(spec)
-        for spec in self._run.joiners():
+        for spec in [*self._run.shards(), *self._run.joiners()]:
             self._supervisor.start(spec)
         self._run.hook.start_workers(self._run, self._supervisor)
         if config.evaluation.enabled:
@@ -201,7 +201,7 @@ class Learning:
 
     def stop(self) -> None:
         """End the remaining processes."""
-        order = ("producer", "joiner-*", "ps*", "worker-*", "evaluator")
+        order = ("producer", "joiner-*", "ps*", "shard-*", "worker-*", "evaluator")
         self._supervisor.stop(order, grace_s=self._run.config.worker.drain_s)
 
     def _finish_job(self, servers: Sequence[Handle]) -> bool:

@@ -1,0 +1,119 @@
+"""`doll shard`: one process that holds a slice of the model, for one parameter server after another."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from doll.config import JobConfig
+from doll.config.fingerprint import difference
+from doll.errors import CheckpointError, ConfigError
+from doll.kafka.topics import cluster_id
+from doll.model.flat_model import FlatModel, build, fingerprint
+from doll.model.model_slice import ModelSlice
+from doll.optim.optimizer import SLICED, slice_of_tensors
+from doll.process.health import heartbeat_of
+from doll.process.memory import keep_freed_memory
+from doll.process.signals import on_signal
+from doll.ps.model.model_host import ModelHost
+from doll.ps.model.updater import make_parts
+from doll.ps.shards import messages as m
+from doll.ps.shards.redis_pipes import RedisShardEnd
+from doll.ps.shards.shard import Shard, ShardTerm
+from doll.ps.start import matched
+from doll.service_checks import require_services
+from doll.services import Services
+from doll.storage.blobs import Blobs, scope_of
+from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.redis_client import connect_redis
+from doll.storage.slice_blobs import SliceBlobs
+from doll.storage.stores import open_blobs, open_store
+from doll.task.base import Task, load_task
+
+
+def run_shard(config: JobConfig, services: Services, run_folder: Path, number: int) -> int:
+    """Hold slice `number` of the model until the job has ended, or until SIGTERM, and return the exit code 0.
+
+    Raises:
+        ConfigError: the job has no shard of this number, or its model cannot be divided.
+        ServiceUnavailableError: a service does not answer.
+    """
+    if not number < config.ps.shards or config.ps.shards == 1:
+        expected = f"0 to {config.ps.shards - 1}" if config.ps.shards > 1 else "a job with ps.shards above 1"
+        raise ConfigError(f"--shard: expected {expected}, got {number}")
+    leaves = False
+
+    def leave() -> None:
+        nonlocal leaves
+        leaves = True
+
+    with heartbeat_of(f"shard-{number}", config) as heartbeat:
+        on_signal(signal.SIGTERM, leave)
+        on_signal(signal.SIGINT, leave)
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        require_services(config, services)
+        task = load_task(config)
+        build(config, task)  # so that a mistake in the job file is found before a server waits for this shard
+        store = open_store(config, run_folder)
+
+        def give_up() -> bool:
+            heartbeat.beat("loop")  # the shard waits for Redis; a restart would not help
+            return leaves
+
+        def beat(waits_for: str) -> None:
+            heartbeat.beat("loop")
+            heartbeat.set_waiting_for(waits_for)
+
+        blobs = open_blobs(config, services, give_up=give_up)
+        job = scope_of(config.job, cluster_id(config, services))
+        end = RedisShardEnd(connect_redis(services, retries=0), job, number)
+        try:
+            heartbeat.expect("loop")
+            open_term = TermOpener(config, task, store, blobs)
+            Shard(end, store, open_term, leave=lambda: leaves, beat=beat).run()
+        finally:
+            end.close()
+            blobs.close()
+    return 0
+
+
+class TermOpener:
+    """Opens the slice of a shard in one term. Raises ConfigError or CheckpointError if it cannot be opened."""
+
+    def __init__(self, config: JobConfig, task: Task, store: CheckpointStore, blobs: Blobs) -> None:
+        self._config, self._task, self._store, self._blobs = config, task, store, blobs
+
+    def __call__(self, begin: m.Begin) -> ShardTerm:
+        config, number = self._config, begin.shard
+        model = build(config, self._task)
+        if (own := fingerprint(config, model)) != begin.fingerprint:
+            raise ConfigError(f"the parameter server runs another job file: {difference(begin.fingerprint, own)}")
+        if begin.place is None and (initial := matched(config, model)) is not None:
+            initial.load_into(model)
+        part = model.slices[number]
+        parts = make_parts(config.training, model, ModelSlice(model, part))
+        if begin.place is not None:
+            parts.load(self._tensors(begin.place, model, number))
+        blobs = SliceBlobs(self._blobs, model.slices, number)
+        host = ModelHost(config, begin.term, parts.updater, blobs, run_id=begin.run_id)
+        empty = Checkpoint(
+            job=config.job, fingerprint=begin.fingerprint, term=begin.term, version=0, state=b"", tensors={},
+            sliced=SLICED,
+        )  # fmt: skip
+        return ShardTerm(host, parts.updater, empty)
+
+    def _tensors(self, place: tuple[int, int], model: FlatModel, number: int) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the tensors of this slice in a checkpoint, also if it has other parts, or none."""
+        head = self._store.read_head(*place)
+        if len(head.parts) == len(model.slices):
+            return self._store.read_part(*place, head.parts[number]).tensors
+        checkpoint = self._store.load_newest(None, place[1])
+        if checkpoint is None or checkpoint.term != place[0]:
+            raise CheckpointError(f"expected the checkpoint of term {place[0]}, version {place[1]}, got another one")
+        return slice_of_tensors(checkpoint.tensors, model.slices[number])

@@ -1,0 +1,1 @@
+"""Shards of the model: processes that hold slices of it, under the one engine (docs/decisions/0141)."""

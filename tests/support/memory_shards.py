@@ -1,0 +1,144 @@
+"""Shards in threads of this process, with pipes in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+
+from doll.config import JobConfig
+from doll.model.slices import Slices
+from doll.ps.shard_main import TermOpener
+from doll.ps.shards.messages import Begin
+from doll.ps.shards.pipes import ServerEnd, ShardEnd
+from doll.ps.shards.shard import Shard, ShardTerm
+from doll.ps.shards.sharded_host import ShardedHost
+from doll.storage.blobs import Blobs
+from doll.storage.checkpoints import CheckpointStore
+from doll.task.base import Task
+
+_POLL_S = 5.0
+
+
+class MemoryPipe:
+    """All lists of one shard: what is in Redis."""
+
+    def __init__(self) -> None:
+        self.lists: defaultdict[str, deque[bytes]] = defaultdict(deque)
+        self.changed = threading.Condition()
+        self.alive: set[str] = set()
+
+    def push(self, name: str, data: bytes, *, alone: bool = False) -> None:
+        with self.changed:
+            if alone:
+                self.lists[name].clear()
+            self.lists[name].append(data)
+            self.changed.notify_all()
+
+    def pop(self, names: tuple[str, ...], timeout_s: float) -> bytes | None:
+        deadline_s = time.monotonic() + timeout_s
+        with self.changed:
+            while True:
+                for name in names:
+                    if self.lists[name]:
+                        return self.lists[name].popleft()
+                if (left_s := deadline_s - time.monotonic()) <= 0:
+                    return None
+                self.changed.wait(left_s)
+
+
+class MemoryServerEnd:
+    """A `ServerEnd`."""
+
+    def __init__(self, pipe: MemoryPipe, server: str) -> None:
+        self._pipe, self._server = pipe, server
+
+    def begin(self, data: bytes) -> None:
+        self._pipe.push("begin", data, alone=True)
+
+    def send(self, data: bytes) -> None:
+        self._pipe.push(f"{self._server}:orders", data)
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        while (data := self._pipe.pop((f"{self._server}:answers",), 0.01)) is None and self._pipe.alive:
+            pass
+        return data
+
+    def receive_part(self, timeout_s: float) -> bytes | None:
+        return self._pipe.pop((f"{self._server}:parts",), timeout_s)
+
+    def is_alive(self, process: str) -> bool:
+        return process in self._pipe.alive
+
+
+class MemoryShardEnd:
+    """A `ShardEnd`."""
+
+    def __init__(self, pipe: MemoryPipe, process: str) -> None:
+        self._pipe, self.process = pipe, process
+        pipe.alive.add(process)
+
+    def receive(self, server: str, timeout_s: float) -> bytes | None:
+        return self._pipe.pop(("begin", f"{server}:orders", "wake"), _POLL_S) or None
+
+    def send(self, server: str, data: bytes) -> None:
+        self._pipe.push(f"{server}:answers", data)
+
+    def send_part(self, server: str, data: bytes) -> None:
+        self._pipe.push(f"{server}:parts", data)
+
+    def close(self) -> None:
+        self._pipe.alive.discard(self.process)
+
+
+class ShardThreads:
+    """The shards of one job. `host` makes the host of a server, whose orders they carry out."""
+
+    def __init__(self, config: JobConfig, task: Task, store: CheckpointStore, blobs: Blobs) -> None:
+        self._config, self._store, self._blobs = config, store, blobs
+        self._opener, self._building = TermOpener(config, task, store, blobs), threading.Lock()
+        self.pipes = [MemoryPipe() for _ in range(config.ps.shards)]
+        self._threads: list[tuple[threading.Thread, threading.Event]] = []
+        self._count = 0
+        for number in range(config.ps.shards):
+            self._threads.append(self._started(number))
+
+    def host(self, term: int, slices: Slices, *, run_id: str = "", keeps_gradients: bool = False) -> ShardedHost:
+        self._count += 1
+        name = f"server-{self._count}"
+        ends: list[ServerEnd] = [MemoryServerEnd(pipe, name) for pipe in self.pipes]
+        return ShardedHost(
+            self._config, term, slices, ends, self._blobs, run_id=run_id, process=name,
+            keeps_gradients=keeps_gradients,
+        )  # fmt: skip
+
+    def kill(self, number: int) -> None:
+        """End a shard with all that it has; `revive` starts another one."""
+        thread, leaves = self._threads[number]
+        leaves.set()
+        self.pipes[number].alive.clear()
+        self.pipes[number].push("wake", b"")
+        thread.join()
+
+    def revive(self) -> None:
+        for number, (thread, _) in enumerate(self._threads):
+            if not thread.is_alive():
+                self.pipes[number].lists.clear()
+                self._threads[number] = self._started(number)
+
+    def close(self) -> None:
+        for number in range(len(self.pipes)):
+            self.kill(number)
+
+    def _open(self, begin: Begin) -> ShardTerm:
+        with self._building:  # the seed of the weights belongs to the process
+            return self._opener(begin)
+
+    def _started(self, number: int) -> tuple[threading.Thread, threading.Event]:
+        leaves = threading.Event()
+        self._count += 1
+        end: ShardEnd = MemoryShardEnd(self.pipes[number], f"shard-{self._count}")
+        shard = Shard(end, self._store, self._open, leave=leaves.is_set)
+        thread = threading.Thread(target=shard.run, daemon=True)
+        thread.start()
+        return thread, leaves
