@@ -59,7 +59,6 @@ def run_shard(config: JobConfig, services: Services, run_folder: Path, number: i
         keep_freed_memory()
         require_services(config, services)
         task = load_task(config)
-        build(config, task)  # so that a mistake in the job file is found before a server waits for this shard
         store = open_store(config, run_folder)
 
         def give_up() -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import structlog
 from doll.errors import CheckpointError, FencedError, VersionUnknownError
-from doll.storage.checkpoints import Checkpoint, CheckpointStore, resolve_version
+from doll.storage.checkpoints import Checkpoint, CheckpointStore, part_name, resolve_version
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.s3_checkpoints import S3CheckpointStore
 from doll.storage.version_marks import VersionMarks
@@ -384,3 +384,70 @@ def test_chosen_checkpoints_are_deleted_also_with_marks_and_never_the_newest(kit
     with pytest.raises(ValueError, match="other than the newest one"):
         store.delete([(1, 3)])
     assert store.versions() == [(1, 3)]
+
+
+def saved_in_parts(store: CheckpointStore, term: int, version: int, count: int = 2) -> Checkpoint:
+    """Save the model of `checkpoint` as shards and their server do; return it whole."""
+    whole = checkpoint(term, version)
+    slices = np.array_split(whole.tensors["weights"], count)
+    parts = tuple(
+        store.save_part(
+            dataclasses.replace(whole, state=b"", tensors={**whole.tensors, "weights": part}, sliced=("weights",)),
+            number, count,
+        )
+        for number, part in enumerate(slices)
+    )  # fmt: skip
+    store.save(dataclasses.replace(whole, tensors={}, parts=parts))
+    return whole
+
+
+def test_the_parts_of_shards_are_read_as_one_checkpoint(kit: Kit) -> None:
+    whole = saved_in_parts(kit.store, 1, 20)
+    for in_place in (False, True):
+        assert same(kit.store.load_newest("f1", in_place=in_place), whole)
+    without = kit.store.load_newest("f1", with_parts=False)
+    assert without is not None
+    assert (without.tensors, len(without.parts)) == ({}, 2)
+    part = kit.store.read_part(1, 20, without.parts[1])
+    np.testing.assert_array_equal(part.tensors["weights"], whole.tensors["weights"][50:])
+
+
+def test_a_checkpoint_whose_part_is_another_one_is_passed_over(kit: Kit) -> None:
+    older, newest = saved_in_parts(kit.store, 1, 10), saved_in_parts(kit.store, 1, 20)
+    kit.store.save_part(dataclasses.replace(newest, state=b"", tensors=older.tensors), 1, 2)  # of another moment
+    for with_parts in (True, False):
+        with structlog.testing.capture_logs() as logs:
+            loaded = kit.store.load_newest("f1", with_parts=with_parts)
+        assert loaded is not None
+        assert loaded.version == 10
+        assert [line["event"] for line in logs] == ["checkpoint_damaged"]
+    assert same(kit.store.load_newest("f1"), older)
+
+
+def test_parts_are_kept_as_long_as_their_checkpoint(kit: Kit) -> None:
+    kit.store.save_part(checkpoint(1, 5), 0, 2)  # its server ended before the checkpoint
+    for version in (10, 20, 30, 40):
+        saved_in_parts(kit.store, 1, version)
+    kit.store.save_part(checkpoint(1, 50), 0, 2)  # this one is to come
+    kit.store.delete([(1, 30)])
+    assert kept_parts(kit.store) == [20, 40, 50]
+
+
+def kept_parts(store: CheckpointStore) -> list[int]:
+    names = [part_name(1, version, 0, 2) for version in (5, 10, 20, 30, 40, 50)]
+    return [version for version, name in zip((5, 10, 20, 30, 40, 50), names, strict=True) if is_there(store, name)]
+
+
+def is_there(store: CheckpointStore, name: str) -> bool:
+    try:
+        store._read_file(name)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def test_a_part_of_a_lower_term_is_refused(kit: Kit) -> None:
+    saved_in_parts(kit.store, kit.store.claim_term(), 10)
+    kit.store.claim_term()
+    with pytest.raises(FencedError):
+        kit.store.save_part(checkpoint(1, 20), 0, 2)

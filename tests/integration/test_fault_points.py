@@ -52,8 +52,6 @@ def test_every_point_is_tested_and_explained() -> None:
     assert sorted(tested) == sorted(point for point in POINTS if not point.startswith(of_commands))
     form = r"^\| `((?:worker|ps|shard|regrid|rollback|forget)\.\w+)` \|"
     rows = re.findall(form, OPERATIONS.read_text(), re.MULTILINE)
-        r"^\| `((?:worker|ps|shard|regrid|rollback|forget)\.\w+)` \|", OPERATIONS.read_text(), re.MULTILINE
-    )
     assert sorted(rows) == sorted(POINTS)
 
 

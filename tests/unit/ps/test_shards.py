@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,18 +14,25 @@ import numpy.typing as npt
 import pytest
 from channel_process import POLICIES
 from channel_world import World, play
-from doll.errors import CheckpointError
+from doll.config import parse
+from doll.errors import CheckpointError, ConfigError
 from doll.model import slices as slices_module
 from doll.model.flat_model import build, fingerprint
+from doll.model.model_slice import ModelSlice
 from doll.optim import optimizer as optimizer_module
+from doll.optim.optimizer import SLICED, DivergedError, slice_of_tensors
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
+from doll.ps.model.updater import make_parts
 from doll.ps.shards.sharded_host import ShardLostError
 from doll.ps.start import Start, make_engine
+from doll.records.control import Push, PushedBatch
 from doll.storage.checkpoints import Checkpoint, joined
+from doll.storage.contributions import Compressor
+from doll.task.base import load_task
 from fuzzing import SEED, SHARE
 from memory_shards import ShardThreads
-from memory_stores import MemoryCheckpointStore
+from memory_stores import MemoryBlobs, MemoryCheckpointStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # loads torch
 
@@ -42,6 +51,7 @@ class ShardedWorld(World):
     """The world of two channels with shards, which may be lost at any moment."""
 
     shards = 2
+    kills = 0.004  # of an action of the server
 
     def begin(self) -> None:
         channel_process._REPLICAS.clear()
@@ -50,7 +60,7 @@ class ShardedWorld(World):
         )  # fmt: skip
         self.store = MemoryCheckpointStore("unit")
         self.threads = ShardThreads(self.config, self.task, self.store, self.blobs)
-        self.dice = random.Random(self.rng.random())
+        self.dice = random.Random(self.partitions)
 
     def _make_engine(self) -> Engine:
         self.threads.revive()
@@ -84,7 +94,7 @@ class ShardedWorld(World):
         return checkpoint
 
     def perform(self, action: ev.EngineAction) -> ev.Event | None:
-        if self.dice.random() < 0.004:
+        if self.dice.random() < self.kills:
             self.threads.kill(self.dice.randrange(self.shards))
         return super().perform(action)
 
@@ -96,11 +106,19 @@ class ShardedWorld(World):
             self.start_server()
 
 
-class InFour(ShardedWorld):
+class InThree(ShardedWorld):
     shards = 3
 
 
-def without_tables(policy: str) -> Iterator[int]:
+class Whole(ShardedWorld):
+    kills = 0.0
+
+
+class WholeInThree(Whole):
+    shards = 3
+
+
+def without_tables() -> Iterator[int]:
     """Seeds whose worlds have no tables."""
     seed = SEED * 1_000_000
     while True:
@@ -112,8 +130,8 @@ def without_tables(policy: str) -> Iterator[int]:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_model_is_the_sum_of_its_batches_while_shards_are_lost(policy: str) -> None:
     lost = updates = 0
-    for number, seed in zip(range(INTERLEAVINGS), without_tables(policy), strict=False):
-        world_class = (ShardedWorld, InFour)[number % 2]
+    for number, seed in zip(range(INTERLEAVINGS), without_tables(), strict=False):
+        world_class = (ShardedWorld, InThree)[number % 2]
         try:
             world = play(policy, seed, world_class)
         except Exception as exc:
@@ -122,3 +140,143 @@ def test_the_model_is_the_sum_of_its_batches_while_shards_are_lost(policy: str) 
         lost, updates = lost + world.counts["shards lost"], updates + world.counts["updates"]
     assert updates
     assert lost or INTERLEAVINGS < 100
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_any_number_of_shards_makes_the_same_model(policy: str) -> None:
+    seed = next(without_tables())
+    expected = play(policy, seed).host.tensors()["weights"]
+    for world_class in (Whole, WholeInThree):
+        world = play(policy, seed, world_class)
+        assert world.tensors()["weights"].tobytes() == expected.tobytes()  # type: ignore[attr-defined]
+        world.threads.close()  # type: ignore[attr-defined]
+
+
+JOB = """
+job: unit
+task: {class: "examples.synthetic.task:Gaussian", args: {features: 5, hidden: [3]}}
+data: {workers: 1, batch_size: 4}
+training: {policy: {name: bsp}, %s}
+"""
+TRAININGS = {
+    "momentum": "optimizer: {name: sgd, lr: 0.1, momentum: 0.9, nesterov: true, weight_decay: 0.01}",
+    "adam, clipped": "optimizer: {name: adam, lr: 0.1}, clip_norm: 0.5",
+    "adagrad, averaged": "optimizer: {name: adagrad, lr: 0.1, momentum: 0.5}, ema: {decay: 0.9}",
+    "clipped by value": "optimizer: {name: sgd, lr: 0.1}, clip_value: 0.1",
+    "schedule": "optimizer: {name: adam, lr: 0.1}, "
+    "schedule: [{class: torch.optim.lr_scheduler.StepLR, args: {step_size: 3}}]",
+}
+
+
+class Sliced:
+    """The updaters of all shards, which exchange norms as their server does."""
+
+    def __init__(self, training: str, shards: int) -> None:
+        config = parse(JOB % training, [f"ps.shards={shards}"])
+        self.model = build(config, load_task(config))
+        parts = [None] if shards == 1 else [ModelSlice(self.model, part) for part in self.model.slices]
+        self.updaters = [make_parts(config.training, self.model, part).updater for part in parts]
+
+    def apply(self, gradients: list[npt.NDArray[np.float32]], weight: float, absent: int) -> None:
+        arrived = threading.Barrier(len(self.updaters))
+        squares: dict[int, list[float]] = {}
+
+        def apply(number: int) -> None:
+            def exchange(values: list[float]) -> list[float]:
+                squares[number] = values
+                arrived.wait()
+                return [value for _, part in sorted(squares.items()) for value in part]
+
+            updater, part = self.updaters[number], self.model.slices[number]
+            updater.squares_of_all = exchange
+            updater.apply([part.view(gradient).copy() for gradient in gradients], 1 / weight, weight, absent=absent)
+
+        threads = [threading.Thread(target=apply, args=(number,)) for number in range(len(self.updaters))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        empty = Checkpoint(job="unit", fingerprint="", term=1, version=0, state=b"", tensors={}, sliced=SLICED)
+        return joined(dataclasses.replace(empty, tensors=updater.tensors()) for updater in self.updaters)
+
+    def load(self, tensors: dict[str, npt.NDArray[Any]]) -> None:
+        for updater, part in zip(self.updaters, self.model.slices, strict=True):
+            updater.load(slice_of_tensors(tensors, part))
+
+
+@pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
+def test_slices_make_the_same_steps_also_after_a_checkpoint_of_another_number(training: str) -> None:
+    rng = np.random.default_rng(5)
+    jobs = [Sliced(training, shards) for shards in (1, 2, 4)]
+    size = jobs[0].model.flat.numel()
+    for step in range(8):
+        gradients = [rng.normal(size=size).astype(np.float32) for _ in range(2)]
+        absent = int(rng.integers(0, 4)) if step > 2 else 0
+        for job in jobs:
+            job.apply(gradients, 8.0, absent)
+        expected = jobs[0].tensors()
+        for job in jobs[1:]:
+            got = job.tensors()
+            assert got.keys() == expected.keys()
+            assert all(got[name].tobytes() == expected[name].tobytes() for name in expected), training
+        if step == 4:  # each continues from the checkpoint of another number of shards
+            jobs[2].load(jobs[1].tensors())
+            jobs[1].load(expected)
+
+
+def test_a_gradient_that_one_shard_does_not_have_is_lost_for_all() -> None:
+    config = parse(JOB % TRAININGS["momentum"], ["ps.shards=2"])
+    task, blobs, store = load_task(config), MemoryBlobs(), MemoryCheckpointStore("unit")
+    model, threads = build(config, task), ShardThreads(config, task, store, blobs)
+    host = threads.host(store.claim_term(), model.slices)
+    assert host.begin(fingerprint(config, model), None, lambda: False)
+    gradient = np.ones(model.flat.numel(), np.float32)
+    for key in ("a", "b"):
+        parts = Compressor("unit").compress_slices(gradient, model.slices, version=0)
+        for name, part in zip(model.slices.keys(key), parts, strict=True):
+            blobs.put(name, part, 60.0)
+    blobs.delete(model.slices.key("a", 1))
+    lost = host.fetch(ev.FetchGradient(grant_id=1, key="a", version=0, in_order=True)).event
+    assert isinstance(lost, ev.GradientLost)
+    assert isinstance(host.fetch(ev.FetchGradient(2, "b", 0, in_order=True)).event, ev.GradientFetched)
+    push = Push(
+        worker=0,
+        session=1,
+        term=1,
+        version=0,
+        key="b",
+        batches=(PushedBatch(batch=0, grant_id=2, n_samples=4, loss_sum=0.0),),
+    )
+    applied = ev.AppliedSet(push, 0.0, (ev.AppliedBatch(0, 0, 0, 4, 0.0, push.batches[0]),))
+    host.apply(ev.ApplyUpdate(1, (applied,), 0.25, 4, 1))
+    host.tensors()
+    weights = joined(store.read_part(1, 1, part) for part in host.gather_parts(1))["weights"]
+    whole = Sliced(TRAININGS["momentum"], 1)
+    whole.apply([gradient], 4.0, 0)
+    assert weights.tobytes() == whole.tensors()["weights"].tobytes()
+    threads.close()
+
+
+def test_a_diverged_slice_ends_the_job() -> None:
+    updater = Sliced(TRAININGS["momentum"], 2).updaters[1]
+    with pytest.raises(DivergedError):
+        updater.apply([np.full(updater.weights.size, np.nan, np.float32)], 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("ps.shards=9", "expected at most 7 shards"),
+        ("training.optimizer={class: torch.optim.AdamW, args: {lr: 0.1}}", "expected 1 with training.optimizer.class"),
+        ("blobs.contributions=fp16", "expected 1 with blobs.contributions fp16"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused(override: str, problem: str) -> None:
+    def make() -> None:
+        config = parse(JOB % TRAININGS["momentum"], ["ps.shards=2", override])
+        build(config, load_task(config))
+
+    with pytest.raises(ConfigError, match=problem):
+        make()
