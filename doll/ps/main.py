@@ -117,7 +117,8 @@ class _Launch:
     def run(self, heartbeat: Heartbeat, leader_check: LeaderCheck | None, *, standby: bool) -> int:
         """Serve until the end, and return the exit code."""
         signals = Signals()
-        keep_freed_memory()
+        if self._config.ps.shards == 1:  # otherwise the memory of the model is to be returned
+            keep_freed_memory()
         self._open()
         # These checks come before the claim: a wrong job file must not fence the server that runs.
         newest = self._newest()
@@ -208,6 +209,9 @@ class _Launch:
             assert parts is not None, "a model that is not divided is in this process"
             host = ModelHost(config, term, parts.updater, blobs, parts.tables, run_id=start.run_id)
         engine = make_engine(config, start, host.load, self._fingerprint)
+        layout, num_parameters = model.layout, model.num_parameters
+        if is_divided:
+            del self._model, model  # their shards have built it, and nothing here needs its memory
         event_log = None
         if config.checkpoint.event_log:
             logged = msgspec.structs.replace(start, job=dump_run(config, self._run_folder))
@@ -217,7 +221,7 @@ class _Launch:
         worker_count = WorkerCount(connect_redis(services, timeout_s=1.0, retries=0), job)
         server = ParameterServer(
             config, engine=engine, host=host, store=store, outbox=channel, event_log=event_log,
-            channel_report=channel.report, publish_workers=worker_count.set, layout=model.layout, code=self._code,
+            channel_report=channel.report, publish_workers=worker_count.set, layout=layout, code=self._code,
             chain=chain,
         )  # fmt: skip
         watch = None
@@ -226,9 +230,7 @@ class _Launch:
                 config, services, engine.start.samples_id, signals.stop_for_the_topic, signals.note_partitions
             )  # fmt: skip
             watch.start()
-        log.info(
-            "started", term=term, version=engine.version, policy=engine.policy.name, parameters=model.num_parameters
-        )
+        log.info("started", term=term, version=engine.version, policy=engine.policy.name, parameters=num_parameters)
         try:
             if isinstance(host, ShardedHost) and not host.begin(self._fingerprint, place, lambda: signals.leave):
                 return 0

@@ -18,7 +18,6 @@ from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.model.model_slice import ModelSlice
 from doll.optim.optimizer import SLICED, slice_of_tensors
 from doll.process.health import heartbeat_of
-from doll.process.memory import keep_freed_memory
 from doll.process.signals import on_signal
 from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
@@ -56,7 +55,6 @@ def run_shard(config: JobConfig, services: Services, run_folder: Path, number: i
         on_signal(signal.SIGTERM, leave)
         on_signal(signal.SIGINT, leave)
         torch.set_num_threads(1)
-        keep_freed_memory()
         require_services(config, services)
         task = load_task(config)
         store = open_store(config, run_folder)

@@ -79,6 +79,7 @@ def run_drill(
     checkpoint = config.checkpoint.model_copy(update={"event_log": True} if replay else {})
     endless = config.model_copy(update={"stop": StopConfig(), "blobs": blobs, "kafka": kafka, "checkpoint": checkpoint})
     roles = [*PARAMETER_SERVERS, *(f"worker-{worker}" for worker in range(config.data.workers)), "producer"]
+    roles += [f"shard-{number}" for number in range(config.ps.shards)]
     drills: list[tuple[RunFolder, FaultInjector]] = []
     with RoleRelays(roles, brokers) as relays:
 

@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-FaultTarget = Literal["worker", "stage", "ps", "producer", "evaluator", "redis", "kafka", "broker", "stream"]
+FaultTarget = Literal[
+    "worker", "stage", "ps", "shard", "producer", "evaluator", "redis", "kafka", "broker", "stream"
+]  # fmt: skip
 FaultAction = Literal[
     "kill", "freeze", "zombie", "preempt", "cut_kafka", "cut_redis", "cut_control", "delete_streams", "poison",
     "truncate",
@@ -96,6 +98,10 @@ FAULT_KINDS: Final = (
     FaultKind("stage", "kill", 25),
     FaultKind("stage", "freeze", 10, (1.0, 12.0)),
     FaultKind("stage", "preempt", 8),
+    FaultKind("shard", "kill", 20),
+    FaultKind("shard", "freeze", 8, (1.0, 10.0)),
+    FaultKind("shard", "preempt", 6),
+    FaultKind("shard", "cut_redis", 6, (1.0, 8.0)),
 )
 
 
@@ -112,6 +118,7 @@ class Fault:
         overlapping: whether it does not wait for the recovery from the previous fault.
         broker: number of the broker, from 0, for kinds that target one.
         stage: number of the worker's stage, from 0, for kinds that target one.
+        shard: number of the shard, from 0, for kinds that target one.
     """
 
     number: int
@@ -123,6 +130,7 @@ class Fault:
     cut: Cut = "silent"
     broker: int = 0
     stage: int = 0
+    shard: int = 0
 
     @property
     def role(self) -> str:
@@ -134,6 +142,8 @@ class Fault:
                 return f"{self.kind.target}-{self.worker}"
             case "broker":
                 return f"broker-{self.broker + 1}"
+            case "shard":
+                return f"shard-{self.shard}"
             case _:
                 return self.kind.target
 
@@ -148,6 +158,7 @@ def make_plan(
     standby: bool = False,
     brokers: int = 1,
     stages: int = 0,
+    shards: int = 0,
     without: Collection[str] = (),
     only: FaultTarget | None = None,
 ) -> tuple[Fault, ...]:
@@ -159,6 +170,7 @@ def make_plan(
         only: the only target of faults; None: all targets.
         links: kinds of control links that the job uses.
         stages: number of stages of each worker that is a pipeline; 0: no worker is.
+        shards: number of shards of the model; 0: it is not divided.
         standby: whether the job has a standby parameter server, so that no other process may start a successor.
         without: names of kinds to exclude.
 
@@ -174,6 +186,7 @@ def make_plan(
         and not (brokers > 1 and kind.target == "kafka")
         and not (brokers == 1 and kind.target == "broker")
         and not (kind.target == "stage" and not stages)
+        and not (kind.target == "shard" and not shards)
         and kind.name not in without
         and (only is None or kind.target == only)
     ]
@@ -195,6 +208,7 @@ def make_plan(
             cut=rng.choice(_CONTROL_CUTS if kind.cut_from == "control" else _CUTS),
             broker=rng.randrange(brokers),
             stage=rng.randrange(stages) if stages else 0,
+            shard=rng.randrange(shards) if shards else 0,
         )
         for number, kind in enumerate(drawn, 1)
     )

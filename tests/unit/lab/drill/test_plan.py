@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from doll_lab.drill.plan import FAULT_KINDS, FaultTarget, Link, make_plan
 
 ALL: set[FaultTarget] = {"worker", "ps", "producer", "evaluator", "redis", "kafka", "stream", "broker"}
-# No worker is a pipeline.
-KINDS = [kind for kind in FAULT_KINDS if kind.target != "stage"]
+# No worker is a pipeline, and the model has no shards.
+KINDS = [kind for kind in FAULT_KINDS if kind.target not in ("stage", "shard")]
 # One broker, and no control links.
 OF_ONE = [kind for kind in KINDS if kind.target != "broker" and kind.link is None]
 
