@@ -147,19 +147,30 @@ def ps(
 
 def shard(
     job: JobOptions,
-    shard: Annotated[int, typer.Option("--shard", min=0, help="Number of the shard, from 0 to ps.shards - 1.")],
+    shard: Annotated[
+        int | None,
+        typer.Option(
+            "--shard",
+            envvar="DOLL_SHARD",
+            min=0,
+            show_default=False,
+            help="Number of the shard, 0 to ps.shards - 1 [default: one that no other process has].",
+        ),
+    ] = None,
     run_folder: RunFolderOption = None,
 ) -> None:
     """Hold a slice of the model for the parameter server, if the job file divides it (ps.shards).
 
-    A shard computes the optimizer's step of its slice, publishes it, and writes its part of each checkpoint. Start one
-    process for each shard, on any machine that reaches Redis and the checkpoints.
+    A shard computes the optimizer's step of its slice, publishes it, and writes its part of each checkpoint. Start as
+    many processes as ps.shards says, on any machines that reach Redis and the checkpoints.
 
-    Example: doll shard --job my.yaml --shard 0
+    Exit code 0: the job has ended, the shard received SIGTERM, or another process has taken its number.
+
+    Example: doll shard --job my.yaml
     """
     from doll.run.local.roles import JobProcess
 
-    process = JobProcess.alone(job.target(run_folder), f"shard-{shard}")
+    process = JobProcess.alone(job.target(run_folder), "shard" if shard is None else f"shard-{shard}")
     raise typer.Exit(process.shard(shard))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy.typing as npt
 import torch
@@ -22,7 +24,7 @@ from doll.process.signals import on_signal
 from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.shards import messages as m
-from doll.ps.shards.redis_pipes import RedisShardEnd
+from doll.ps.shards.redis_pipes import RedisShardEnd, take_number
 from doll.ps.shards.shard import Shard, ShardTerm
 from doll.ps.start import matched
 from doll.service_checks import require_services
@@ -34,15 +36,18 @@ from doll.storage.slice_blobs import SliceBlobs
 from doll.storage.stores import open_blobs, open_store
 from doll.task.base import Task, load_task
 
+_LOOK_S: Final = 1.0
 
-def run_shard(config: JobConfig, services: Services, run_folder: Path, number: int) -> int:
-    """Hold slice `number` of the model until the job has ended, or until SIGTERM, and return the exit code 0.
+
+def run_shard(config: JobConfig, services: Services, run_folder: Path, number: int | None) -> int:
+    """Hold slice `number` of the model, or one that no other process holds. Return the exit code 0 after the end of the
+    job or SIGTERM, or if another process has taken the number.
 
     Raises:
         ConfigError: the job has no shard of this number, or its model cannot be divided.
         ServiceUnavailableError: a service does not answer.
     """
-    if not number < config.ps.shards or config.ps.shards == 1:
+    if config.ps.shards == 1 or (number is not None and number >= config.ps.shards):
         expected = f"0 to {config.ps.shards - 1}" if config.ps.shards > 1 else "a job with ps.shards above 1"
         raise ConfigError(f"--shard: expected {expected}, got {number}")
     leaves = False
@@ -51,7 +56,7 @@ def run_shard(config: JobConfig, services: Services, run_folder: Path, number: i
         nonlocal leaves
         leaves = True
 
-    with heartbeat_of(f"shard-{number}", config) as heartbeat:
+    with heartbeat_of("shard" if number is None else f"shard-{number}", config) as heartbeat:
         on_signal(signal.SIGTERM, leave)
         on_signal(signal.SIGINT, leave)
         torch.set_num_threads(1)
@@ -69,11 +74,18 @@ def run_shard(config: JobConfig, services: Services, run_folder: Path, number: i
 
         blobs = open_blobs(config, services, give_up=give_up)
         job = scope_of(config.job, cluster_id(config, services))
-        end = RedisShardEnd(connect_redis(services, retries=0), job, number)
+        client, process = connect_redis(services, retries=0), uuid.uuid4().hex
+        while number is None:
+            if leaves:
+                return 0
+            if (number := take_number(client, job, config.ps.shards, process)) is None:
+                beat(f"the end of one of {config.ps.shards} shards that run")
+                time.sleep(_LOOK_S)
+        end = RedisShardEnd(client, job, number, process)
         try:
             heartbeat.expect("loop")
             open_term = TermOpener(config, task, store, blobs)
-            Shard(end, store, open_term, leave=lambda: leaves, beat=beat).run()
+            Shard(end, store, open_term, leave=lambda: leaves or end.is_replaced, beat=beat).run()
         finally:
             end.close()
             blobs.close()

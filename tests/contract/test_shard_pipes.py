@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import pytest
 from doll.errors import ServiceUnavailableError
+from doll.local.redis_server import LocalRedis
 from doll.ps.shards.pipes import ServerEnd, ShardEnd
-from doll.ps.shards.redis_pipes import RedisServerEnd, RedisShardEnd
+from doll.ps.shards.redis_pipes import RedisServerEnd, RedisShardEnd, take_number
 from doll.services import Services
 from doll.storage.redis_client import connect_redis
 from memory_shards import MemoryPipe, MemoryServerEnd, MemoryShardEnd
+from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.slow  # starts a server, and loads torch
 
@@ -80,3 +82,21 @@ def test_an_end_without_redis_gets_an_error() -> None:
     server = RedisServerEnd(connect_redis(Services("", "redis://127.0.0.1:1"), retries=0), "job", 0, "s1")
     with pytest.raises(ServiceUnavailableError, match="through which server and shards send messages"):
         server.send(b"order")
+
+
+def test_a_number_belongs_to_one_process_and_the_last_one_gets_it(services_of_redis: Services) -> None:
+    client = connect_redis(services_of_redis, retries=0)
+    assert [take_number(client, "numbers", 2, name) for name in ("a", "b", "c")] == [0, 1, None]
+    first = RedisShardEnd(connect_redis(services_of_redis, retries=0), "numbers", 0, "a")
+    second = RedisShardEnd(connect_redis(services_of_redis, retries=0), "numbers", 0, "d")
+    first._thread.join(WAIT_TIMEOUT_S)  # it looks at most every 1.5 s
+    assert (first.is_replaced, second.is_replaced) == (True, False)
+    first.close()
+    assert take_number(client, "numbers", 1, "e") is None
+    second.close()
+    assert take_number(client, "numbers", 1, "e") == 0
+
+
+@pytest.fixture
+def services_of_redis(redis_server: LocalRedis) -> Services:
+    return Services("", redis_server.address)

@@ -21,6 +21,7 @@ from doll.ps.shards.pipes import ALIVE_S
 from doll.storage.blobs import key_prefix
 from doll.storage.redis_client import reason_of
 
+_ALIVE_MS: Final = round(ALIVE_S * 1000)
 _RENEW_S: Final = 1.5
 _KEPT_S: Final = 3600  # a list that nobody reads any more is deleted after this time
 _WAIT_S: Final = 1.0
@@ -50,13 +51,31 @@ class RedisServerEnd:
         return bool(_call(lambda: self._client.exists(f"{self._prefix}:{process}:alive")))
 
 
-class RedisShardEnd:
-    """A `ShardEnd`, with a thread that marks this process as alive. Calls raise the errors of `RedisServerEnd`."""
+def take_number(client: redis.Redis, scope: str, shards: int, process: str) -> int | None:
+    """Take a number of a shard that no running process has, and return it; None if all are taken. Raises the errors of
+    `RedisServerEnd`."""
+    for number in range(shards):
+        if _call(partial(client.set, f"{_prefix(scope, number)}:holder", process, nx=True, px=_ALIVE_MS)):
+            return number
+    return None
 
-    def __init__(self, client: redis.Redis, scope: str, shard: int) -> None:
+
+class RedisShardEnd:
+    """A `ShardEnd`, with a thread that marks this process as alive, and as the holder of its number. Calls raise the
+    errors of `RedisServerEnd`.
+
+    Attributes:
+        is_replaced: whether another process has taken the number.
+    """
+
+    is_replaced = False
+
+    def __init__(self, client: redis.Redis, scope: str, shard: int, process: str = "") -> None:
+        """Take the number of the shard, also from another process. `process`: name of this process."""
         self._client = client
         self._prefix = _prefix(scope, shard)
-        self.process = uuid.uuid4().hex
+        self.process = process or uuid.uuid4().hex
+        _call(partial(client.set, f"{self._prefix}:holder", self.process, px=_ALIVE_MS))
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._stay_alive, name="alive", daemon=True)
         self._thread.start()
@@ -75,12 +94,19 @@ class RedisShardEnd:
         self._thread.join()
         with suppress(redis.RedisError):  # the server sees at once that this process has ended
             self._client.delete(f"{self._prefix}:{self.process}:alive")
+            if not self.is_replaced:
+                self._client.delete(f"{self._prefix}:holder")
         self._client.close()
 
     def _stay_alive(self) -> None:
         while True:
             with suppress(redis.RedisError):  # the thread that carries out orders reports it
-                self._client.set(f"{self._prefix}:{self.process}:alive", 1, px=round(ALIVE_S * 1000))
+                holder: Any = self._client.get(f"{self._prefix}:holder")
+                self.is_replaced = holder not in (None, self.process.encode())
+                if self.is_replaced:
+                    return
+                self._client.set(f"{self._prefix}:holder", self.process, px=_ALIVE_MS)
+                self._client.set(f"{self._prefix}:{self.process}:alive", 1, px=_ALIVE_MS)
             if self._closed.wait(_RENEW_S):
                 return
 

@@ -137,8 +137,8 @@ class JobProcess:
                 after_term=self.after_term, run_id=self.run_id, check_only=check_only,
             )  # fmt: skip
 
-    def shard(self, number: int) -> int:
-        """Hold a slice of the model, if `ps.shards` divides it."""
+    def shard(self, number: int | None) -> int:
+        """Hold a slice of the model, if `ps.shards` divides it. None: any number that is free."""
         from doll.ps.shard_main import run_shard
 
         return run_shard(self.config, self.services, self.run_folder, number)
