@@ -146,10 +146,7 @@ def assigned_port(config: JobConfig, process: str) -> int | None:
     if config.health.base_port is None:
         return None
     kind, _, number = process.rpartition("-")
-    if kind in ("joiner", "shard") or process in (
-        "lineage",
-        "shard",
-    ):  # the ports do not allow any number of these; none is left
+    if kind in ("joiner", "shard") or process in ("lineage", "shard"):  # no ports are left for these
         return None
     offset = _FIRST_WORKER + int(number) if kind == "worker" else _OFFSETS[process]
     return config.health.base_port + offset

@@ -126,6 +126,11 @@ def test_the_joiner_keeps_what_does_not_fit_into_its_memory_on_disk() -> None:
     assert (join["restart"], join["environment"]["DOLL_FINAL_EXIT_CODE"]) == ("on-failure", "0")
 
 
+def test_shards_start_only_if_asked_for() -> None:
+    shard = project()["services"]["shard"]
+    assert (shard["command"], shard["deploy"]["replicas"], shard.get("profiles")) == (["shard"], "0", None)
+
+
 def test_every_extra_of_a_role_is_in_the_image_whichever_torch_it_has() -> None:
     install = next(rest for kind, rest in stages()[1] if kind == "RUN" and "uv venv" in rest)
     for extra in ("avro", "join", "kubernetes", "plots", "protobuf", "provision", "serve"):

@@ -191,6 +191,16 @@ def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
     assert "provisioner" not in workers
 
 
+def test_a_job_in_shards_has_a_pod_for_each(tmp_path: Path) -> None:
+    documents = rendered(tmp_path, job={**VALUES["job"], "ps": {"shards": 3}})
+    shards = by_role(documents)["shard"]["spec"]
+    assert (shards.get("completionMode"), shards["completions"], shards["parallelism"]) == (None, 3, 3)
+    (container,) = shards["template"]["spec"]["containers"]
+    assert container["args"] == ["shard"]
+    for undivided in ({}, {"ps": {"shards": 1}}):
+        assert "shard" not in by_role(rendered(tmp_path, job={**VALUES["job"], **undivided}))
+
+
 def test_a_job_with_a_join_has_as_many_joiners_each_with_a_number(tmp_path: Path) -> None:
     documents = rendered(tmp_path, job={**VALUES["job"], "data": {"workers": 4, "join": JOIN}})
     joiners = by_role(documents)["join"]["spec"]
