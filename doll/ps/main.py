@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import uuid
@@ -11,7 +12,7 @@ import msgspec
 import torch
 
 from doll.config import JobConfig, dump_run
-from doll.errors import BadStreamError
+from doll.errors import BadStreamError, CheckpointError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import with_partitions
 from doll.kafka.range_reader import RangeReader
@@ -35,7 +36,7 @@ from doll.ps.engine.stopping import reached_before
 from doll.ps.event_log import FileEventLog
 from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
-from doll.ps.server import ParameterServer, Signals, deliver, serve
+from doll.ps.server import ParameterServer, Signals, deliver, require_newest_term, serve
 from doll.ps.shards.redis_pipes import RedisServerEnd
 from doll.ps.shards.sharded_host import PartedStore, ShardedHost
 from doll.ps.standby import LeaderCheck, wait_for_lease
@@ -242,6 +243,8 @@ class _Launch:
             heartbeat.set_waiting_for("the delivery of the last records")
             deliver(channel, signals, heartbeat)
         finally:
+            if isinstance(host, ShardedHost):
+                host.close()  # before the thread that waits for the parts of a checkpoint is joined
             for opened in (watch, server, channel, blobs, event_log):
                 if opened is not None:
                     opened.close()
@@ -260,9 +263,17 @@ class _Launch:
         process = uuid.uuid4().hex
         ends = [RedisServerEnd(client, job, number, process) for number in range(config.ps.shards)]
 
+        checked_s = time.monotonic()
+
         def wait(waits_for: str) -> None:
+            """A shard that has begun a term of a successor does not answer any more."""
+            nonlocal checked_s
             heartbeat.beat("loop")
             heartbeat.set_waiting_for(waits_for)
+            if time.monotonic() - checked_s > config.ps.lease_s:
+                checked_s = time.monotonic()
+                with contextlib.suppress(CheckpointError):
+                    require_newest_term(self._store, term)
 
         return ShardedHost(
             config, term, self._model.slices, ends, blobs, run_id=run_id, process=process, wait=wait,

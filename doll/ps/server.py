@@ -260,12 +260,7 @@ class ParameterServer:
     def stop_if_superseded(self) -> None:
         """Raise FencedError if the checkpoint store has a newer term. Without this check, a server that has nothing to
         save would not notice its successor."""
-        newest = self._store.newest_term()
-        if newest > self.engine.term:
-            raise FencedError(
-                f"parameter server term {self.engine.term} is over: term {newest} has claimed the job; "
-                "this process must stop"
-            )
+        require_newest_term(self._store, self.engine.term)
 
     def run_periodic(self) -> None:
         """Do the work that no record triggers: finished checkpoints, timeouts, the status. Call it often.
@@ -480,6 +475,15 @@ class ParameterServer:
             self._outbox.send_command(worker, Stop(term=self.engine.term, reason=action.reason))
         self._host.end()
         log.info("finished", reason=action.reason, version=action.version, samples=self.engine.samples_total)
+
+
+def require_newest_term(store: VersionStore, term: int) -> None:
+    """Raise FencedError if the checkpoint store has a newer term. Raise CheckpointError if it does not answer."""
+    newest = store.newest_term()
+    if newest > term:
+        raise FencedError(
+            f"parameter server term {term} is over: term {newest} has claimed the job; this process must stop"
+        )
 
 
 class Signals:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 from doll.config import JobConfig
 from doll.model.slices import Slices
 from doll.ps.shard_main import TermOpener
 from doll.ps.shards.messages import Begin
-from doll.ps.shards.pipes import ServerEnd, ShardEnd
+from doll.ps.shards.pipes import ShardEnd
 from doll.ps.shards.shard import Shard, ShardTerm
 from doll.ps.shards.sharded_host import ShardedHost
 from doll.storage.blobs import Blobs
@@ -50,6 +51,8 @@ class MemoryPipe:
 class MemoryServerEnd:
     """A `ServerEnd`."""
 
+    gives_up = False  # whether `receive` ends although the shard is alive
+
     def __init__(self, pipe: MemoryPipe, server: str) -> None:
         self._pipe, self._server = pipe, server
 
@@ -60,8 +63,10 @@ class MemoryServerEnd:
         self._pipe.push(f"{self._server}:orders", data)
 
     def receive(self, timeout_s: float) -> bytes | None:
-        while (data := self._pipe.pop((f"{self._server}:answers",), 0.01)) is None and self._pipe.alive:
-            pass
+        name = f"{self._server}:answers"
+        data = self._pipe.pop((name,), timeout_s and 0.05)
+        while data is None and timeout_s and self._pipe.alive and not self.gives_up:
+            data = self._pipe.pop((name,), 0.05)
         return data
 
     def receive_part(self, timeout_s: float) -> bytes | None:
@@ -103,13 +108,17 @@ class ShardThreads:
         for number in range(config.ps.shards):
             self._threads.append(self._started(number))
 
-    def host(self, term: int, slices: Slices, *, run_id: str = "", keeps_gradients: bool = False) -> ShardedHost:
+    def host(
+        self, term: int, slices: Slices, *, wait: Callable[[str], object] | None = None, keeps_gradients: bool = False
+    ) -> ShardedHost:
         self._count += 1
         name = f"server-{self._count}"
-        ends: list[ServerEnd] = [MemoryServerEnd(pipe, name) for pipe in self.pipes]
+        ends = [MemoryServerEnd(pipe, name) for pipe in self.pipes]
+        for end in ends:
+            end.gives_up = wait is not None
         return ShardedHost(
-            self._config, term, slices, ends, self._blobs, run_id=run_id, process=name,
-            keeps_gradients=keeps_gradients,
+            self._config, term, slices, ends, self._blobs, run_id="", process=name,
+            wait=wait or (lambda waits_for: None), keeps_gradients=keeps_gradients,
         )  # fmt: skip
 
     def kill(self, number: int) -> None:

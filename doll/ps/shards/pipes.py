@@ -20,7 +20,7 @@ class ServerEnd(Protocol):
         """Send an order to the shard that has taken the Begin."""
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next answer; None if there is none after this time."""
+        """Return the next answer; None if there is none after this time. 0: do not wait."""
 
     def receive_part(self, timeout_s: float) -> bytes | None:
         """Return the next message about a part of a checkpoint. Another thread may call this method."""

@@ -129,6 +129,9 @@ def _push(client: redis.Redis, key: str, data: bytes, *, alone: bool = False) ->
 
 def _pop(client: redis.Redis, keys: Sequence[str], timeout_s: float) -> bytes | None:
     """Return the next value of the first of these lists that has one."""
+    if timeout_s <= 0:
+        ready: list[bytes | None] = [_call(partial(client.lpop, key)) for key in keys]
+        return next((value for value in ready if value is not None), None)
     deadline_s = time.monotonic() + timeout_s
     while (left_s := deadline_s - time.monotonic()) > 0:
         named = _call(partial(client.blpop, list(keys), timeout=min(left_s, _WAIT_S)))

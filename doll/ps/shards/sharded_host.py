@@ -7,6 +7,7 @@ checkpoint, as after the end of a server.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -61,7 +62,7 @@ class ShardedHost:
         Args:
             ends: the pipes to the shards, in order.
             process: name of this process, to which the shards answer.
-            wait: is called about once a second while this host waits, with what it waits for.
+            wait: is called about once a second while this host waits, with what it waits for. It may raise an error.
             keeps_gradients: whether `fetch` returns gradients, for an event log.
         """
         self._scope = scope_of(config.job, run_id)
@@ -74,6 +75,7 @@ class ShardedHost:
         self._is_tidy = True
         self._version = 0
         self._parts: dict[int, dict[int, CheckpointPart]] = {}  # stored parts by version and shard
+        self._is_closed = threading.Event()
 
     @property
     def num_values(self) -> int:
@@ -211,7 +213,19 @@ class ShardedHost:
         self._tell(m.ForgetSnapshot(version))
 
     def check(self) -> None:
-        """Raise ShardLostError if the process of a shard has ended. Call it about once a second."""
+        """Raise ShardLostError if the process of a shard has ended, or the error of a shard that has left the term.
+        Call it about once a second."""
+        for number, end in enumerate(self._ends):
+            if (data := end.receive(0.0)) is not None:
+                answer = self._checked(number, m.decode_answer(data))
+                raise ShardLostError(f"shard {number}: expected nothing, got {type(answer).__name__}")
+        self._require_alive()
+
+    def close(self) -> None:
+        """End `gather_parts` in its thread."""
+        self._is_closed.set()
+
+    def _require_alive(self) -> None:
         for number, (end, process) in enumerate(zip(self._ends, self._processes, strict=True)):
             if not end.is_alive(process):
                 raise ShardLostError(
@@ -231,8 +245,8 @@ class ShardedHost:
             while number not in parts:
                 data = end.receive_part(_WAIT_S)
                 if data is None:
-                    if not end.is_alive(self._processes[number]):
-                        raise CheckpointError(f"shard {number} has ended before it stored its part")
+                    if self._is_closed.is_set() or not end.is_alive(self._processes[number]):
+                        raise CheckpointError(f"this server or shard {number} has ended before the part was stored")
                     continue
                 answer = m.decode_answer(data)
                 if isinstance(answer, m.PartFailed) and answer.version == version:
@@ -263,7 +277,7 @@ class ShardedHost:
             data = end.receive(_WAIT_S)
             if data is None:
                 self._wait("")
-                self.check()
+                self._require_alive()
                 continue
             answer = self._checked(number, m.decode_answer(data))
             if not isinstance(answer, kinds):

@@ -15,7 +15,7 @@ import pytest
 from channel_process import POLICIES
 from channel_world import World, play
 from doll.config import parse
-from doll.errors import CheckpointError, ConfigError
+from doll.errors import CheckpointError, ConfigError, FencedError
 from doll.model import slices as slices_module
 from doll.model.flat_model import build, fingerprint
 from doll.model.model_slice import ModelSlice
@@ -24,6 +24,7 @@ from doll.optim.optimizer import SLICED, DivergedError, slice_of_tensors
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.model.updater import make_parts
+from doll.ps.server import require_newest_term
 from doll.ps.shards.sharded_host import ShardLostError
 from doll.ps.start import Start, make_engine
 from doll.records.control import Push, PushedBatch
@@ -256,6 +257,41 @@ def test_a_gradient_that_one_shard_does_not_have_is_lost_for_all() -> None:
     whole = Sliced(TRAININGS["momentum"], 1)
     whole.apply([gradient], 4.0, 0)
     assert weights.tobytes() == whole.tensors()["weights"].tobytes()
+    threads.close()
+
+
+def test_a_server_whose_shards_have_a_successor_ends_also_while_it_waits_for_them() -> None:
+    config = parse(JOB % TRAININGS["momentum"], ["ps.shards=2"])
+    task, blobs, store = load_task(config), MemoryBlobs(), MemoryCheckpointStore("unit")
+    model, threads = build(config, task), ShardThreads(config, task, store, blobs)
+    first = store.claim_term()
+    host = threads.host(first, model.slices, wait=lambda waits_for: require_newest_term(store, first))
+    assert host.begin(fingerprint(config, model), None, lambda: False)
+    host.check()
+    later = threads.host(store.claim_term(), model.slices)
+    assert later.begin(fingerprint(config, model), None, lambda: False)
+    with pytest.raises(FencedError):
+        host.publish(0)
+    host.tensors()
+    host.close()
+    with pytest.raises(CheckpointError, match="has ended before the part was stored"):
+        host.gather_parts(0)
+    later.publish(0)
+    later.tensors()
+    assert len(later.gather_parts(0)) == 2
+    threads.close()
+
+
+def test_a_shard_that_cannot_open_its_slice_says_so_to_its_server() -> None:
+    config = parse(JOB % TRAININGS["momentum"], ["ps.shards=2"])
+    task, blobs, store = load_task(config), MemoryBlobs(), MemoryCheckpointStore("unit")
+    model, threads = build(config, task), ShardThreads(config, task, store, blobs)
+    host = threads.host(store.claim_term(), model.slices)
+    with pytest.raises(ConfigError, match="shard 0: the parameter server runs another job file"):
+        host.begin("job=another", None, lambda: False)
+    host = threads.host(store.claim_term(), model.slices)
+    with pytest.raises(CheckpointError, match="shard 0"):
+        host.begin(fingerprint(config, model), (1, 7), lambda: False)
     threads.close()
 
 
