@@ -72,8 +72,11 @@ def test_a_process_that_has_ended_is_not_alive(kit: Kit) -> None:
     server, shard = kit.server("s1"), kit.shard()
     shard.send("s1", b"answer")
     assert server.receive(1.0) == b"answer"
+    assert not server.is_alive(shard.process), "it serves nobody yet"
+    shard.serve("s1")
     assert server.is_alive(shard.process)
     assert not server.is_alive("another")
+    assert not kit.server("s2").is_alive(shard.process)
     shard.close()
     assert not server.is_alive(shard.process)
 

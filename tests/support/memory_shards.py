@@ -27,7 +27,7 @@ class MemoryPipe:
     def __init__(self) -> None:
         self.lists: defaultdict[str, deque[bytes]] = defaultdict(deque)
         self.changed = threading.Condition()
-        self.alive: set[str] = set()
+        self.alive: dict[str, str] = {}  # the server that each process serves
 
     def push(self, name: str, data: bytes, *, alone: bool = False) -> None:
         with self.changed:
@@ -73,7 +73,7 @@ class MemoryServerEnd:
         return self._pipe.pop((f"{self._server}:parts",), timeout_s)
 
     def is_alive(self, process: str) -> bool:
-        return process in self._pipe.alive
+        return self._pipe.alive.get(process) == self._server
 
 
 class MemoryShardEnd:
@@ -81,10 +81,13 @@ class MemoryShardEnd:
 
     def __init__(self, pipe: MemoryPipe, process: str) -> None:
         self._pipe, self.process = pipe, process
-        pipe.alive.add(process)
+        self.serve("")
 
     def receive(self, server: str, timeout_s: float) -> bytes | None:
         return self._pipe.pop(("begin", f"{server}:orders", "wake"), _POLL_S) or None
+
+    def serve(self, server: str) -> None:
+        self._pipe.alive[self.process] = server
 
     def send(self, server: str, data: bytes) -> None:
         self._pipe.push(f"{server}:answers", data)
@@ -93,7 +96,7 @@ class MemoryShardEnd:
         self._pipe.push(f"{server}:parts", data)
 
     def close(self) -> None:
-        self._pipe.alive.discard(self.process)
+        self._pipe.alive.pop(self.process, None)
 
 
 class ShardThreads:
@@ -125,9 +128,9 @@ class ShardThreads:
         """End a shard with all that it has; `revive` starts another one."""
         thread, leaves = self._threads[number]
         leaves.set()
-        self.pipes[number].alive.clear()
         self.pipes[number].push("wake", b"")
         thread.join()
+        self.pipes[number].alive.clear()
 
     def revive(self) -> None:
         for number, (thread, _) in enumerate(self._threads):

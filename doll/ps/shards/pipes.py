@@ -26,7 +26,8 @@ class ServerEnd(Protocol):
         """Return the next message about a part of a checkpoint. Another thread may call this method."""
 
     def is_alive(self, process: str) -> bool:
-        """Return whether this process of a shard has run within the last `ALIVE_S` seconds."""
+        """Return whether this process of a shard has run within the last `ALIVE_S` seconds, in the term of this
+        server."""
         ...
 
 
@@ -34,6 +35,9 @@ class ShardEnd(Protocol):
     """A shard's end. `server`: name of the server's process."""
 
     process: str
+
+    def serve(self, server: str) -> None:
+        """Mark this process as a shard of `server` from now on; "": of none."""
 
     def receive(self, server: str, timeout_s: float) -> bytes | None:
         """Return the next order of the server, or a Begin of any server; None if there is none after this time."""

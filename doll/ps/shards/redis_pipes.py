@@ -48,7 +48,8 @@ class RedisServerEnd:
         return _pop(self._client, [f"{self._prefix}:{self._server}:parts"], timeout_s)
 
     def is_alive(self, process: str) -> bool:
-        return bool(_call(lambda: self._client.exists(f"{self._prefix}:{process}:alive")))
+        served: bytes | None = _call(partial(self._client.get, f"{self._prefix}:{process}:alive"))
+        return served == self._server.encode()
 
 
 def take_number(client: redis.Redis, scope: str, shards: int, process: str) -> int | None:
@@ -76,9 +77,15 @@ class RedisShardEnd:
         self._prefix = _prefix(scope, shard)
         self.process = process or uuid.uuid4().hex
         _call(partial(client.set, f"{self._prefix}:holder", self.process, px=_ALIVE_MS))
+        self._serves = ""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._stay_alive, name="alive", daemon=True)
         self._thread.start()
+
+    def serve(self, server: str) -> None:
+        self._serves = server
+        if server:  # which looks for the mark when it gets the first answer
+            _call(self._mark)
 
     def receive(self, server: str, timeout_s: float) -> bytes | None:
         return _pop(self._client, [f"{self._prefix}:begin", f"{self._prefix}:{server}:orders"], timeout_s)
@@ -98,6 +105,9 @@ class RedisShardEnd:
                 self._client.delete(f"{self._prefix}:holder")
         self._client.close()
 
+    def _mark(self) -> None:
+        self._client.set(f"{self._prefix}:{self.process}:alive", self._serves, px=_ALIVE_MS)
+
     def _stay_alive(self) -> None:
         while True:
             with suppress(redis.RedisError):  # the thread that carries out orders reports it
@@ -106,7 +116,7 @@ class RedisShardEnd:
                 if self.is_replaced:
                     return
                 self._client.set(f"{self._prefix}:holder", self.process, px=_ALIVE_MS)
-                self._client.set(f"{self._prefix}:{self.process}:alive", 1, px=_ALIVE_MS)
+                self._mark()
             if self._closed.wait(_RENEW_S):
                 return
 

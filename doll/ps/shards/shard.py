@@ -102,6 +102,7 @@ class Shard:
         self._term = self._open(order)
         self._term.updater.squares_of_all = self._exchange
         self._parts = PartWriter(self._end, order, self._store)
+        self._end.serve(order.reply_to)
         self._end.send(order.reply_to, m.encode(m.Begun(self._end.process)))
         log.info("term_begun", term=order.term, shard=order.shard, shards=order.shards, place=order.place)
 
@@ -165,18 +166,18 @@ class Shard:
         kind = next((kind for cls, kind in _KINDS.items() if isinstance(exc, cls)), "other")
         log.error("term_left", error=str(exc))
         begun = self._begun
-        self._leave_term()
-        if begun is None:
-            return
         try:
-            self._end.send(begun.reply_to, m.encode(m.Failed(kind, str(exc))))  # type: ignore[arg-type]
+            if begun is not None:
+                self._end.send(begun.reply_to, m.encode(m.Failed(kind, str(exc))))  # type: ignore[arg-type]
         except ServiceUnavailableError:
-            threading.Event().wait(_RETRY_S)  # the server gets the same error
+            threading.Event().wait(_RETRY_S)  # the server sees that nothing serves it any more
+        self._leave_term()
 
     def _leave_term(self) -> None:
         if self._parts is not None:
             self._parts.close()
         self._term = self._parts = None
+        self._end.serve("")
 
 
 _KINDS: Final = {
