@@ -29,6 +29,7 @@ CAN_FORK: Final = IS_LINUX
 
 _LINUX_CREDENTIALS: Final = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 _PIPE_BYTES: Final = 1 << 16  # maximum content of a pipe
+_LOWEST_NICENESS: Final = 19
 _SOL_LOCAL: Final = 0  # <sys/un.h> of macOS
 _LOCAL_PEERCRED: Final = 1
 _XUCRED: Final = struct.Struct("=II")  # struct xucred begins with its version and the user
@@ -48,6 +49,14 @@ def require_fork() -> None:
             "worker.pipeline: expected Linux: the stages of a worker are its forks, which libraries of this system may "
             "end at any time; run the job in containers, or without worker.pipeline"
         )
+
+
+def yield_to_others() -> None:
+    """Give this process only the processor time that no other process wants (Linux), or a low priority."""
+    with suppress(AttributeError, OSError):
+        os.nice(_LOWEST_NICENESS)
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 class WakeUp:
