@@ -22,6 +22,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+LOWEST_NICENESS: Final = 19
 IS_LINUX: Final = sys.platform.startswith("linux")
 # A process that has loaded torch may be forked. On macOS its libraries (Accelerate, Grand Central Dispatch) may end
 # such a child; multiprocessing stopped forking there with Python 3.8.
@@ -29,7 +30,6 @@ CAN_FORK: Final = IS_LINUX
 
 _LINUX_CREDENTIALS: Final = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 _PIPE_BYTES: Final = 1 << 16  # maximum content of a pipe
-_LOWEST_NICENESS: Final = 19
 _SOL_LOCAL: Final = 0  # <sys/un.h> of macOS
 _LOCAL_PEERCRED: Final = 1
 _XUCRED: Final = struct.Struct("=II")  # struct xucred begins with its version and the user
@@ -51,10 +51,16 @@ def require_fork() -> None:
         )
 
 
-def yield_to_others() -> None:
-    """Give this process only the processor time that no other process wants (Linux), or a low priority."""
+def lower_priority(niceness: int = LOWEST_NICENESS) -> None:
+    """Lower the priority of this process, and of the threads that it starts, to that of `niceness`. Lower priorities,
+    and all of Windows, stay as they are."""
     with suppress(AttributeError, OSError):
-        os.nice(_LOWEST_NICENESS)
+        os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def yield_to_others() -> None:
+    """Give this process only the processor time that no other process wants (Linux), or the lowest priority."""
+    lower_priority()
     with suppress(AttributeError, OSError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
