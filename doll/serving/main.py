@@ -305,10 +305,12 @@ def _shadow_process(job: ServedJob, options: ServeOptions, metrics: ServeMetrics
                 raise ConfigError(f"--shadow: cannot listen on {path}: {exc}; set $TMPDIR to another folder") from exc
             listener.listen()
 
-            def keep(stop: threading.Event, heartbeat: Heartbeat | None) -> None:
+            def compute(stop: threading.Event, heartbeat: Heartbeat | None) -> None:
                 yield_to_others()
-                serve = partial(compute_here, job, options, listener, metrics)
-                _serve_in_processes((row,), serve, metrics, Heartbeat("shadow"), _END_S)
+                compute_here(job, options, listener, metrics, stop)
+
+            def keep(stop: threading.Event, heartbeat: Heartbeat | None) -> None:
+                _serve_in_processes((row,), compute, metrics, Heartbeat("shadow"), _END_S)
 
             if not (pid := os.fork()):
                 _child(parent, row, keep, metrics)
@@ -319,9 +321,8 @@ def _shadow_process(job: ServedJob, options: ServeOptions, metrics: ServeMetrics
 
 
 def compute_here(
-    job: ServedJob, options: ServeOptions, listener: socket.socket, metrics: ServeMetrics, stop: threading.Event,
-    heartbeat: Heartbeat | None = None,
-) -> None:  # fmt: skip
+    job: ServedJob, options: ServeOptions, listener: socket.socket, metrics: ServeMetrics, stop: threading.Event
+) -> None:
     """Compute the copied requests of all servers in this process, until `stop` is set."""
     options = dataclasses.replace(options, max_queue=MAX_WAITING * options.processes, time_limit_s=TIME_LIMIT_S)
     with contextlib.ExitStack() as opened:

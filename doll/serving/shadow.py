@@ -72,8 +72,9 @@ class ShadowLink(asyncio.Protocol):
                         await loop.create_unix_connection(lambda: self, self._path)
                 await asyncio.sleep(_LOOK_S)
         finally:
-            if self._transport is not None:
-                self._transport.abort()
+            transport, self._transport = self._transport, None
+            if transport is not None:
+                transport.abort()
 
     def send(self, request: Copied, body: bytes | bytearray) -> None:
         """Have a request computed; leave it out if the process is away, or many wait. Call it in the event loop."""
@@ -97,7 +98,8 @@ class ShadowLink(asyncio.Protocol):
             (self._on_answered if number else self._on_skipped)()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        log.warning("shadow_away", left_out=self._waiting, action="requests are left out until it is back")
+        if self._transport is not None:  # otherwise the server ends
+            log.warning("shadow_away", left_out=self._waiting, action="requests are left out until it is back")
         while self._waiting:
             self._waiting -= 1
             self._on_skipped()
