@@ -32,7 +32,7 @@ _LOOK_S: Final = 0.2
 
 
 class Copied(msgspec.Struct, array_like=True):
-    """What a server says about the body of a request.
+    """Describes the body of a request.
 
     Attributes:
         id: the id with which the answer is logged.
