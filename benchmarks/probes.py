@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from doll.process.platform import lower_priority
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -119,6 +121,7 @@ def worker_role(out: str, *args: Any) -> int:
 
 def otel_role(job_path: str, kafka: str, redis: str, run_folder: str, endpoint: str) -> int:
     """`doll otel`."""
+    lower_priority()
     from doll.monitor.otel import export_job
     from doll.run.local.roles import JobProcess
 

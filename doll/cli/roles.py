@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from doll.cli.options import FRESH_HELP, JobOptions, RunFolderOption, RunOptions, duration, interval
+from doll.process.platform import lower_priority
 from doll.records.bounded import printable
 
 _PROBE_TIMEOUT_S = 5.0
@@ -194,6 +195,7 @@ def prometheus(job: JobOptions) -> None:
 
     Example: doll prometheus my.yaml
     """
+    lower_priority()
     from doll.monitor.views.prometheus import serve_metrics
     from doll.run.local.roles import JobProcess
 
@@ -221,6 +223,7 @@ def notify(
 
     Example: doll notify my.yaml --url https://hooks.example.com/doll --event drift --event alias
     """
+    lower_priority()
     from doll.monitor.webhooks import DEFAULT_KINDS, KINDS
     from doll.monitor.webhooks import notify as send_events
     from doll.run.local.roles import JobProcess
@@ -250,6 +253,7 @@ def otel(
 
     Example: doll otel my.yaml --endpoint http://localhost:4318
     """
+    lower_priority()  # it must not slow down the training
     from doll.monitor.otel import export_job
     from doll.monitor.otel_metrics import DEFAULT_INTERVAL_S
     from doll.run.local.roles import JobProcess

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import importlib.resources
 import mimetypes
-import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -38,6 +37,7 @@ from doll.monitor.views.page import page, visible
 from doll.monitor.views.page_details import KINDS, Detail, detail
 from doll.process.connections import IDLE_S, BoundedProtocol, BoundedServer
 from doll.process.http_access import is_token
+from doll.process.platform import lower_priority
 from doll.records.bounded import short
 
 log = telemetry.get_logger(__name__)
@@ -45,7 +45,6 @@ log = telemetry.get_logger(__name__)
 EVERY_S: Final = 1.0
 FOLDER_EVERY_S: Final = 5.0  # for runs side by side, whose files must be read again
 MAX_STREAMS: Final = 64
-NICENESS: Final = 10  # the page must not slow down the training
 _QUEUED: Final = 8  # limit of unread events of a browser; above it, it gets the whole state again
 _MAX_FORM_BYTES: Final = 4_096
 _GRACE_S: Final = 1
@@ -345,8 +344,7 @@ class PageServer(BoundedServer):
 
 def serve_page(shown: JobPage | RunsPage, listener: socket.socket, *, token: str = "") -> None:
     """Serve a page at a socket until SIGTERM or SIGINT, at a low priority. Must be called in the main thread."""
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
+    lower_priority()
     server = PageServer(shown, token=token)
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

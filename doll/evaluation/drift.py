@@ -7,14 +7,17 @@ bound needs values in [0, 1]: a metric without such a range becomes x / (x + m),
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from river import drift as detectors
 
 from doll.config.drift import DetectorConfig, DriftConfig
 from doll.config.gates import direction_of
@@ -30,6 +33,7 @@ _WINDOW: Final = 300  # values in which the change is looked for, if the detecto
 _LEAST: Final = 5  # values of either side of a change
 _UNIT: Final = frozenset({"accuracy", "auc", "average_precision", "ndcg"})  # metrics in [0, 1]
 _RIVER: Final = {"adwin": "ADWIN", "page_hinkley": "PageHinkley", "kswin": "KSWIN"}
+_PACKAGE: Final = "river.drift"
 # River looks for a change at each 32nd value, and its values are samples: here they are updates. Its threshold is for
 # values without a limit, and its alpha finds changes in streams that have none.
 _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -140,9 +144,7 @@ class _Watched:
         self._count = 0
         arguments = {key: int(value) if value == int(value) else value for key, value in config.args.items()}
         try:
-            self._detector: Any = getattr(detectors, _RIVER[config.detector])(
-                **{**_DEFAULTS[config.detector], **arguments}
-            )
+            self._detector: Any = _detector_class(config.detector)(**{**_DEFAULTS[config.detector], **arguments})
         except (TypeError, ValueError, OverflowError) as exc:
             raise ConfigError(f"drift.metrics.{name}.args: {_RIVER[config.detector]}: {exc}") from exc
 
@@ -174,6 +176,21 @@ class _Watched:
                 return abs(after - 1) > abs(before - 1)
             case _:
                 return after > before
+
+
+def _detector_class(name: str) -> Any:
+    """Return River's class of a detector.
+
+    Its module is imported without the package around it, whose data sets import pandas, scikit-learn and SQLAlchemy: 2
+    s of processor time, while the job trains. The package is left as if nobody had imported it.
+    """
+    with contextlib.ExitStack() as opened:
+        if _PACKAGE not in sys.modules:
+            spec = importlib.util.find_spec(_PACKAGE)
+            assert spec is not None
+            sys.modules[_PACKAGE] = importlib.util.module_from_spec(spec)  # without its content
+            opened.callback(sys.modules.pop, _PACKAGE)
+        return getattr(importlib.import_module(f"{_PACKAGE}.{name}"), _RIVER[name])
 
 
 def _most_likely_change(values: Floats) -> int:

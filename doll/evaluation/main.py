@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
 log = telemetry.get_logger(__name__)
 
-NICENESS = 10  # an evaluation must not slow the training down
 POLL_S = 0.2
 FLUSH_S = 10.0
 CHECK_KAFKA_EVERY_S = 5.0
@@ -56,8 +54,6 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, af
         ConfigError: the task cannot be used.
         ServiceUnavailableError: Kafka does not answer at the start.
     """
-    with suppress(OSError):
-        os.nice(NICENESS)
     torch.set_num_threads(1)
     with stop_requested() as stop, heartbeat_of("evaluator", config) as heartbeat, ExitStack() as opened:
         # One failed call ends a round of evaluation, so that updates are followed even while Redis is unavailable.

@@ -22,6 +22,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+LOWEST_NICENESS: Final = 19
 IS_LINUX: Final = sys.platform.startswith("linux")
 # A process that has loaded torch may be forked. On macOS its libraries (Accelerate, Grand Central Dispatch) may end
 # such a child; multiprocessing stopped forking there with Python 3.8.
@@ -48,6 +49,20 @@ def require_fork() -> None:
             "worker.pipeline: expected Linux: the stages of a worker are its forks, which libraries of this system may "
             "end at any time; run the job in containers, or without worker.pipeline"
         )
+
+
+def lower_priority(niceness: int = LOWEST_NICENESS) -> None:
+    """Lower the priority of this process, and of the threads that it starts, to that of `niceness`. Lower priorities,
+    and all of Windows, stay as they are."""
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def yield_to_others() -> None:
+    """Give this process only the processor time that no other process wants (Linux), or the lowest priority."""
+    lower_priority()
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 class WakeUp:

@@ -37,7 +37,7 @@ from doll.serving.metrics import CONTENT_TYPE, ServeMetrics
 from doll.serving.model_copies import Lane, ServedVersion
 from doll.serving.predictor import Answer
 from doll.serving.protocol import LENGTH_HEADER, OutputTensor, decode_request, encode_answer
-from doll.serving.shadow import Shadow
+from doll.serving.shadow import Copied, ShadowLink
 from doll.serving.tensors import Features, Signature
 from doll.task import trees
 from doll.task.base import Task, described
@@ -98,7 +98,7 @@ class ServeApp:
         max_body_bytes: maximum size of a request body.
         time_limit_s: time limit of the batcher in seconds, for error messages.
         answers: log of the answers. None: answers are not logged.
-        shadow: computes each request with another version too, for the log. None: there is none.
+        shadow: the process that computes each request with another version too, for the log. None: there is none.
         access: checks which clients may send requests.
         split_by: header whose value decides which of several versions answers; "": each request is drawn.
     """
@@ -106,7 +106,7 @@ class ServeApp:
     def __init__(
         self, task: Task, signature: Signature, lanes: Sequence[Lane], batcher: Batcher, metrics: ServeMetrics, *,
         name: str, newest_samples: Callable[[], int], max_body_bytes: int, time_limit_s: float,
-        access: ServerAccess, answers: AnswerLog | None = None, shadow: Shadow | None = None, split_by: str = "",
+        access: ServerAccess, answers: AnswerLog | None = None, shadow: ShadowLink | None = None, split_by: str = "",
     ) -> None:  # fmt: skip
         self._task = task
         self._signature = signature
@@ -190,7 +190,8 @@ class ServeApp:
 
     async def _infer(self, request: ServeRequest) -> Response:
         lane = self._lane(request)
-        wanted, tensors = decode_request(await self._body(request), request.header(_LENGTH) or None)
+        body, json_bytes = await self._body(request), request.header(_LENGTH) or None
+        wanted, tensors = decode_request(body, json_bytes)
         features = self._signature.of_tensors(tensors)
         answer = await self._computed(lane, features)
         self._require_version(request, lane, answer)
@@ -198,7 +199,7 @@ class ServeApp:
         version = str(answer.version.place.version)
         if self._answers is not None:
             wanted.id = wanted.id or _new_id()
-            self._log(request, lane, wanted.id, answer, features, _tensors_of(answer), _tensors_of)
+            self._log(request, lane, Copied(wanted.id, False, json_bytes), body, answer, _tensors_of(answer))
         data, length = encode_answer(wanted, self._name, version, outputs, self._facts(lane, answer.version))
         if length is None:
             return Response(data, media_type=_JSON)
@@ -206,37 +207,53 @@ class ServeApp:
 
     async def _predict(self, request: ServeRequest) -> Response:
         lane = self._lane(request)
-        records = _records(await self._body(request))
-        features = self._signature.of_records([self._features(record) for record in records])
+        body = await self._body(request)
+        records, features = self._of_records(body)
         answer = await self._computed(lane, features)
         predictions = _rows(self._predicted(answer), features.num_samples)
         content = {"model": self._name, "version": answer.version.place.version, "predictions": predictions}
         if self._answers is not None:
             request_id = request.header(b"x-request-id")[:_LONGEST_ID] or _new_id()
-            count = features.num_samples
-            self._log(
-                request, lane, request_id, answer, features, predictions,
-                lambda other: _rows(self._predicted(other), count), records,
-            )  # fmt: skip
+            self._log(request, lane, Copied(request_id, True), body, answer, predictions, records)
             content["id"] = request_id
         return _json(content | self._facts(lane, answer.version))
 
     def _log(
-        self, request: ServeRequest, lane: Lane, request_id: str, answer: Answer, features: Features,
-        content: Any, content_of: Callable[[Answer], Any], records: Sequence[bytes] = (),
+        self, request: ServeRequest, lane: Lane, copied: Copied, body: bytes | bytearray, answer: Answer, content: Any,
+        records: Sequence[bytes] = (),
     ) -> None:  # fmt: skip
-        """Log an answer, and that of the shadow's version after the user has this one. `content_of` returns what is
-        logged of an answer."""
-        log_of_answers = self._answers
-        assert log_of_answers is not None
+        """Log an answer, and send the request to the shadow after the user has this answer."""
+        assert self._answers is not None
         named = request.path_params.get("version") is not None or len(self._lanes) == 1
         probability = 1.0 if named else lane.share / self._limits[-1]
-        log_of_answers.write(request_id, answer.version, content, records, probability=probability)
+        self._answers.write(copied.id, answer.version, content, records, probability=probability)
         if (shadow := self._shadow) is not None:
-            request.after = lambda: shadow.send(
-                features,
-                lambda other: log_of_answers.write(request_id, other.version, content_of(other), probability=0.0),
-            )
+            request.after = lambda: shadow.send(copied, body)
+
+    async def compute_copy(self, copied: Copied, body: bytes) -> bool:
+        """Compute a request of another server, and log the answer. Return False if it cannot be computed."""
+        assert self._answers is not None
+        try:
+            if copied.has_records:
+                _, features = self._of_records(body)
+            else:
+                features = self._signature.of_tensors(decode_request(body, copied.json_bytes)[1])
+            answer = await self._computed(self._lanes[0], features)
+            if copied.has_records:
+                content: Any = _rows(self._predicted(answer), features.num_samples)
+            else:
+                content = _tensors_of(answer)
+            self._answers.write(copied.id, answer.version, content, probability=0.0)
+        except (RequestError, MalformedError, SampleError, SkipRecord):
+            return False
+        except Exception as exc:
+            log.error("copied_request_failed", exc_info=exc)
+            return False
+        return True
+
+    def _of_records(self, body: bytes | bytearray) -> tuple[list[bytes], Features]:
+        records = _records(body)
+        return records, self._signature.of_records([self._features(record) for record in records])
 
     def _features(self, record: bytes) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The processes of a model server: one process, or several that accept connections from one socket.
+"""The processes of a model server: one process, or several that accept connections from one socket, and the shadow's.
 
 Several processes are forked from a parent that has loaded torch and serves no requests. The parent restarts a process
 that has ended. When the parent ends for any reason, its processes also end.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import uvicorn
@@ -44,7 +46,7 @@ from doll.process.connections import (
 )
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.http_access import LOOPBACK, address_of, is_loopback, listen
-from doll.process.platform import CAN_FORK
+from doll.process.platform import CAN_FORK, yield_to_others
 from doll.process.signals import stop_requested
 from doll.services import Services
 from doll.serving.answer_log import AnswerLog
@@ -53,7 +55,7 @@ from doll.serving.batcher import Batcher
 from doll.serving.metrics import ServeMetrics
 from doll.serving.model_copies import Lane, ModelCopies
 from doll.serving.predictor import Predictor
-from doll.serving.shadow import Shadow, low_priority_executor
+from doll.serving.shadow import MAX_WAITING, TIME_LIMIT_S, ShadowLink, compute_copies
 from doll.serving.tensors import Signature
 from doll.serving.version_loader import VersionLoader
 from doll.task.base import load_task
@@ -143,72 +145,91 @@ def run_serve(
             f"--host {options.host}: other machines would reach this server, so expected a token ({TOKEN_ENV}, or "
             f"--token-file FILE), or certificates of clients ({CLIENT_CA_ENV} with {CERT_ENV} and {KEY_ENV})"
         )
-    if options.processes > 1 and not CAN_FORK:
-        raise ConfigError("--processes: expected 1: a process that has loaded torch can be forked on Linux only")
+    if (options.processes > 1 or options.shadow) and not CAN_FORK:
+        raise ConfigError(
+            "expected --processes 1 and no --shadow: a process that has loaded torch can be forked on Linux only"
+        )
     torch.set_num_threads(1)
     sys.setswitchinterval(_SWITCH_S)
     load_task(job.config)  # report an invalid task before anything starts
     metrics = ServeMetrics(job.config.job, options.processes)
     with (
+        _shadow_process(job, options, metrics) as shadow_path,
         listen(options.host, options.port, access.token, by_certificate=access.by_certificate) as listener,
         heartbeat_of("serve", job.config) as heartbeat,
     ):
         address = address_of(listener)
         say(address.replace("http:", "https:") if access.tls else address)
-        serve = partial(serve_here, job, options, access, listener, metrics)
+        serve = partial(serve_here, job, options, access, listener, metrics, shadow_path=shadow_path)
         if options.processes == 1:
             with stop_requested() as stop, beside(metrics):
                 serve(stop, heartbeat)
             return 0
-        return _serve_in_processes(options.processes, serve, metrics, heartbeat, options.grace_s + _END_S)
+        return _serve_in_processes(range(options.processes), serve, metrics, heartbeat, options.grace_s + _END_S)
 
 
-def serve_here(
-    job: ServedJob, options: ServeOptions, access: ServerAccess, listener: socket.socket, metrics: ServeMetrics,
-    stop: threading.Event, heartbeat: Heartbeat | None,
-) -> None:  # fmt: skip
-    """Serve in this process."""
+class _Served(NamedTuple):
+    """The parts of a process that answers requests."""
+
+    copies: ModelCopies
+    loader: VersionLoader
+    batcher: Batcher
+    app: ServeApp
+
+
+def _open(
+    job: ServedJob, options: ServeOptions, lanes: Sequence[Lane], metrics: ServeMetrics, opened: contextlib.ExitStack,
+    *, access: ServerAccess, num_here: Callable[[], int] = lambda: 2,
+    on_batch: Callable[[int, float], object] = lambda samples, seconds: None, shadow: ShadowLink | None = None,
+) -> _Served:  # fmt: skip
+    """Return the parts of this process; `opened` closes them."""
     allow_many_files()
     config = job.config
     task = load_task(config)
     signature = Signature(task)
-    lanes = [Lane(name, share) for name, share in options.wanted.items()]
-    shadow_lane = Lane(options.shadow, 0.0) if options.shadow else None
-    all_lanes = lanes if shadow_lane is None else [*lanes, shadow_lane]
-    copies = ModelCopies(partial(build, config, task, with_rows=False), all_lanes)
+    copies = ModelCopies(partial(build, config, task, with_rows=False), lanes)
     predictor = Predictor(task, signature, copies, options.max_batch)
     loader = VersionLoader(
         config, job.run_folder, copies, find_services=job.find_services, has_ended=job.has_ended,
         check=predictor.check, row_bytes=options.row_bytes, on_swap=partial(metrics.count, "swaps"),
     )  # fmt: skip
-    with contextlib.ExitStack() as opened:
-        executor = opened.enter_context(ThreadPoolExecutor(1, "compute"))
-        opened.enter_context(loader)
-        answers = None
-        if options.log_topic:
-            answers = opened.enter_context(AnswerLog(
-                config, job.find_services, options.log_topic, options.name, each_record=options.log_records,
-                on_logged=partial(metrics.count, "logged_answers"),
-                on_dropped=partial(metrics.count, "unlogged_answers"),
-            ))  # fmt: skip
-        batcher = Batcher(
-            predictor.answer, executor, max_samples=options.max_batch, max_waiting=options.max_queue,
-            time_limit_s=options.time_limit_s, num_here=lambda: len(server.server_state.tasks),
-            on_batch=metrics.computed,
+    executor = opened.enter_context(ThreadPoolExecutor(1, "compute"))
+    opened.enter_context(loader)
+    answers = None
+    if options.log_topic:
+        answers = opened.enter_context(AnswerLog(
+            config, job.find_services, options.log_topic, options.name, each_record=options.log_records,
+            on_logged=partial(metrics.count, "logged_answers"),
+            on_dropped=partial(metrics.count, "unlogged_answers"),
+        ))  # fmt: skip
+    batcher = Batcher(
+        predictor.answer, executor, max_samples=options.max_batch, max_waiting=options.max_queue,
+        time_limit_s=options.time_limit_s, num_here=num_here, on_batch=on_batch,
+    )  # fmt: skip
+    app = ServeApp(
+        task, signature, lanes, batcher, metrics, name=options.name, newest_samples=lambda: loader.newest_samples,
+        max_body_bytes=options.max_body_bytes, time_limit_s=options.time_limit_s, access=access, answers=answers,
+        shadow=shadow, split_by=options.split_by,
+    )  # fmt: skip
+    return _Served(copies, loader, batcher, app)
+
+
+def serve_here(
+    job: ServedJob, options: ServeOptions, access: ServerAccess, listener: socket.socket, metrics: ServeMetrics,
+    stop: threading.Event, heartbeat: Heartbeat | None, *, shadow_path: str = "",
+) -> None:  # fmt: skip
+    """Serve in this process. `shadow_path`: the socket of the shadow's process; "": there is none."""
+    lanes = [Lane(name, share) for name, share in options.wanted.items()]
+    shadow = None
+    if shadow_path:
+        shadow = ShadowLink(
+            shadow_path, max_bytes=options.max_body_bytes, on_answered=partial(metrics.count, "shadow_answers"),
+            on_skipped=partial(metrics.count, "skipped_shadow_answers"),
         )  # fmt: skip
-        shadow = None
-        if shadow_lane is not None:
-            shadow = Shadow(
-                shadow_lane, Predictor(task, signature, copies, options.max_batch).answer,
-                opened.enter_context(low_priority_executor()), max_samples=options.max_batch,
-                on_answered=partial(metrics.count, "shadow_answers"),
-                on_skipped=partial(metrics.count, "skipped_shadow_answers"),
-            )  # fmt: skip
-        app = ServeApp(
-            task, signature, lanes, batcher, metrics, name=options.name,
-            newest_samples=lambda: loader.newest_samples, max_body_bytes=options.max_body_bytes,
-            time_limit_s=options.time_limit_s, access=access, answers=answers, shadow=shadow,
-            split_by=options.split_by,
+    with contextlib.ExitStack() as opened:
+        copies, loader, batcher, app = _open(
+            job, options, lanes, metrics, opened, access=access, num_here=lambda: len(server.server_state.tasks),
+            on_batch=metrics.computed, shadow=shadow,
         )  # fmt: skip
         uvicorn_config = uvicorn.Config(
             app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
@@ -228,13 +249,12 @@ def serve_here(
         if heartbeat is not None:
             heartbeat.expect("loop")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            batchers = [batcher] if shadow is None else [batcher, shadow.batcher]
-            runner.run(_serve_until(server, listener, stop, observe, batchers, options.time_limit_s))
+            runner.run(_serve_until(server, listener, stop, observe, batcher, shadow, options.time_limit_s))
 
 
 async def _serve_until(
     server: BoundedServer, listener: socket.socket, stop: threading.Event, observe: Callable[[], None],
-    batchers: Sequence[Batcher], time_limit_s: float,
+    batcher: Batcher, shadow: ShadowLink | None, time_limit_s: float,
 ) -> None:  # fmt: skip
     """Serve until `stop` is set, then answer the requests that have begun."""
 
@@ -249,11 +269,12 @@ async def _serve_until(
 
     async def expire() -> None:
         while True:
-            for batcher in batchers:
-                batcher.expire()
+            batcher.expire()
             await asyncio.sleep(_LOOK_S)
 
     tasks = [asyncio.create_task(each) for each in (watch(), expire(), server.close_idle(time_limit_s))]
+    if shadow is not None:
+        tasks.append(asyncio.create_task(shadow.keep_connected()))
     try:
         # A copy: uvicorn closes it, and other processes use the original.
         await server.serve(sockets=[listener.dup()])
@@ -263,20 +284,68 @@ async def _serve_until(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+# --- the shadow
+
+
+@contextlib.contextmanager
+def _shadow_process(job: ServedJob, options: ServeOptions, metrics: ServeMetrics) -> Iterator[str]:
+    """Keep the shadow's process running within the context. Yield the path of its socket; "": there is no shadow.
+
+    Enter it before this process has other threads or listens.
+    """
+    if not options.shadow:
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix="doll-shadow-") as folder:
+        path, parent, row = str(Path(folder) / "shadow.sock"), os.getpid(), options.processes
+        with socket.socket(socket.AF_UNIX) as listener:
+            try:
+                listener.bind(path)
+            except OSError as exc:
+                raise ConfigError(f"--shadow: cannot listen on {path}: {exc}; set $TMPDIR to another folder") from exc
+            listener.listen()
+
+            def compute(stop: threading.Event, heartbeat: Heartbeat | None) -> None:
+                yield_to_others()
+                compute_here(job, options, listener, metrics, stop)
+
+            def keep(stop: threading.Event, heartbeat: Heartbeat | None) -> None:
+                _serve_in_processes((row,), compute, metrics, Heartbeat("shadow"), _END_S)
+
+            if not (pid := os.fork()):
+                _child(parent, row, keep, metrics)
+        try:
+            yield path
+        finally:
+            _end({pid: row}, 2 * _END_S)
+
+
+def compute_here(
+    job: ServedJob, options: ServeOptions, listener: socket.socket, metrics: ServeMetrics, stop: threading.Event
+) -> None:
+    """Compute the copied requests of all servers in this process, until `stop` is set."""
+    options = dataclasses.replace(options, max_queue=MAX_WAITING * options.processes, time_limit_s=TIME_LIMIT_S)
+    with contextlib.ExitStack() as opened:
+        served = _open(job, options, [Lane(options.shadow)], metrics, opened, access=ServerAccess())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(compute_copies(listener, served.app.compute_copy, stop, served.batcher.expire))
+
+
 # --- several processes
 
 
 def _serve_in_processes(
-    count: int, serve: Callable[[threading.Event, Heartbeat | None], None], metrics: ServeMetrics, heartbeat: Heartbeat,
-    grace_s: float,
+    rows: Sequence[int], serve: Callable[[threading.Event, Heartbeat | None], None], metrics: ServeMetrics,
+    heartbeat: Heartbeat, grace_s: float,
 ) -> int:  # fmt: skip
-    """Keep `count` processes running until SIGTERM or SIGINT, or until one of them reports an invalid job."""
+    """Keep one process for each of these rows of the metrics running until SIGTERM or SIGINT, or until one of them
+    reports an invalid job."""
     parent = os.getpid()
     running: dict[int, int] = {}  # process id -> number of its row in the metrics
     heartbeat.expect("loop")
     heartbeat.set_waiting_for("")
     with stop_requested() as stop:
-        due_s = dict.fromkeys(range(count), 0.0)
+        due_s = dict.fromkeys(rows, 0.0)
         while not stop.is_set():
             heartbeat.beat("loop")
             for number in [number for number, at_s in due_s.items() if time.monotonic() >= at_s]:

@@ -28,7 +28,7 @@ _COUNTS: Final = {
     "logged_answers": "Answers that stand in the topic of --log-answers.",
     "unlogged_answers": "Answers that Kafka did not take.",
     "shadow_answers": "Requests that the version of --shadow has computed too.",
-    "skipped_shadow_answers": "Requests that it has not computed: too many waited, or it failed.",
+    "skipped_shadow_answers": "Requests that it has not computed: too many waited, it failed, or its process was away.",
 }  # fmt: skip
 _GAUGES: Final = {
     "version": "Version that answers requests.", "version_age_seconds": "Time since its update.",
@@ -47,13 +47,15 @@ _BY_TIME: Final = [_COLUMNS[f"le{at}"] for at in range(len(_BOUNDS_S) + 1)]
 
 
 class ServeMetrics(Collector):
-    """The counters of the processes of one port. Create it before the fork; each process then counts in its own row."""
+    """The counters of the processes of one port, and of the shadow's process, whose row is the last one. Create it
+    before the fork; each process then counts in its own row."""
 
     def __init__(self, job: str, processes: int) -> None:
         self._job = job
-        cells = memoryview(mmap.mmap(-1, 8 * processes * len(_COLUMNS))).cast("d")  # faster than numpy for one number
+        rows = processes + 1
+        cells = memoryview(mmap.mmap(-1, 8 * rows * len(_COLUMNS))).cast("d")  # faster than numpy for one number
         self._of_process = [cells[at : at + len(_COLUMNS)] for at in range(0, len(cells), len(_COLUMNS))]
-        self._rows = np.asarray(cells).reshape(processes, len(_COLUMNS))
+        self._rows = np.asarray(cells).reshape(rows, len(_COLUMNS))
         self.use_row(0)
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -116,6 +118,6 @@ class ServeMetrics(Collector):
         yield latency
         for name, text in _GAUGES.items():
             gauge = GaugeMetricFamily(f"doll_serve_{name}", text, labels=["job_name", "process"])
-            for process, row in enumerate(self._rows):
+            for process, row in enumerate(self._rows[:-1]):
                 gauge.add_metric([self._job, str(process)], float(row[_COLUMNS[name]]))
             yield gauge

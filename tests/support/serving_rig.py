@@ -5,11 +5,13 @@ The weights of version v are v, all of them, and the bias is v / 2: whatever mix
 
 from __future__ import annotations
 
+import copy
 import http.client
 import json
 import socket
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +24,7 @@ from doll.process.connections import ServerAccess
 from doll.process.http_access import LOOPBACK, listen
 from doll.records.rollbacks import Rollback
 from doll.services import Services
-from doll.serving.main import ServedJob, ServeOptions, serve_here
+from doll.serving.main import ServedJob, ServeOptions, compute_here, serve_here
 from doll.serving.metrics import ServeMetrics
 from doll.storage.blobs import Latest, encode_blob, encode_latest, latest_key, weights_key
 from doll.storage.checkpoints import Checkpoint
@@ -72,12 +74,13 @@ class ServingRig:
     Args:
         access: who may ask; None: whoever reaches it.
         task, job: the task's module, and the job file.
-        options: as of `ServeOptions`.
+        options: as of `ServeOptions`. The shadow is a thread of its own.
     """
 
     def __init__(
         self, folder: Path, *, access: ServerAccess | None = None, task: str = TASK, job: str = JOB, **options: Any
     ) -> None:  # fmt: skip
+        self._sockets = tempfile.TemporaryDirectory()  # the paths of tests may be too long
         (folder / "line.py").write_text(task)
         (folder / "job.yaml").write_text(job)
         self.config: JobConfig = load(folder / "job.yaml")
@@ -92,8 +95,8 @@ class ServingRig:
         self._options = ServeOptions(**{"wanted": {"latest": 100.0}, "name": "line", **options})
         self._access = access or ServerAccess()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._listener: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+        self._listeners: list[socket.socket] = []
         self.port = 0
         self.store.claim_term()
 
@@ -102,10 +105,11 @@ class ServingRig:
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        if self._listener is not None:
-            self._listener.close()
+        for thread in self._threads:
+            thread.join()
+        for listener in self._listeners:
+            listener.close()
+        self._sockets.cleanup()
         self.blobs.close()
 
     def start(self) -> Self:
@@ -116,12 +120,27 @@ class ServingRig:
 
     def begin(self) -> None:
         """Serve."""
-        self._listener = listener = listen(LOOPBACK, 0, "")
+        listener = listen(LOOPBACK, 0, "")
+        self._listeners.append(listener)
         self.port = listener.getsockname()[1]
         job = ServedJob(self.config, self.run_folder, lambda: self.services, lambda: self.has_ended)
-        arguments = (job, self._options, self._access, listener, ServeMetrics("line", 1), self._stop, None)
-        self._thread = threading.Thread(target=serve_here, args=arguments)
-        self._thread.start()
+        metrics, path = ServeMetrics("line", 1), ""
+        if self._options.shadow:
+            path = str(Path(self._sockets.name) / "shadow.sock")
+            shadow_listener = socket.socket(socket.AF_UNIX)
+            self._listeners.append(shadow_listener)
+            shadow_listener.bind(path)
+            shadow_listener.listen()
+            of_shadow = copy.copy(metrics)
+            of_shadow.use_row(1)
+            self._run(compute_here, job, self._options, shadow_listener, of_shadow, self._stop)
+        self._run(
+            serve_here, job, self._options, self._access, listener, metrics, self._stop, None, shadow_path=path
+        )  # fmt: skip
+
+    def _run(self, target: Callable[..., None], *arguments: Any, **more: Any) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments, kwargs=more))
+        self._threads[-1].start()
 
     # --- versions
 

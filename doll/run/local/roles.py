@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, ParamSpec
+from typing import TYPE_CHECKING, Final, Literal, ParamSpec
 
 from doll import telemetry
 from doll.config import JobConfig, load
@@ -25,6 +25,7 @@ from doll.kafka import topics
 from doll.kafka.foreign_topic import with_partitions
 from doll.ledger.admission import AFTER_TERM_ENV, RUN_ID_ENV, recorded_partitions
 from doll.process.files import write_json
+from doll.process.platform import lower_priority
 from doll.ps.standby import LeaderCheck
 from doll.run.folder import RunFolder
 from doll.service_checks import require_kafka, require_services
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from doll.run.target import Target
 
 P = ParamSpec("P")
+
+# While training uses all processors, Linux gives a process of this priority 3 % of one of them: an evaluation must not
+# slow down the training, and must come to its end.
+_EVALUATOR_NICENESS: Final = 15
 
 
 @dataclass(frozen=True)
@@ -144,12 +149,14 @@ class JobProcess:
         return run_shard(self.config, self.services, self.run_folder, number)
 
     def evaluator(self) -> int:
+        lower_priority(_EVALUATOR_NICENESS)  # before the imports, which take seconds
         from doll.evaluation.main import run_evaluator
 
         return run_evaluator(self.config, self.services, self.run_folder, after_term=self.after_term)
 
     def page(self, port: int) -> int:
         """Serve the page of the job on loopback."""
+        lower_priority()
         from doll.dashboard.server import JobPage, serve_page
         from doll.dashboard.sources import RunningJob
         from doll.process.http_access import LOOPBACK, listen

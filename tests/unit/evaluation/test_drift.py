@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -142,3 +144,21 @@ def test_an_argument_that_river_does_not_know_is_refused_by_its_key() -> None:
     config = DriftConfig.model_validate({"metrics": {"loss": {"args": {"dleta": 0.1}}}})
     with pytest.raises(ConfigError, match=r"drift\.metrics\.loss\.args: ADWIN.*dleta"):
         DriftWatch(config)
+
+
+_LOADED = """
+import sys
+from doll.config.drift import DriftConfig
+from doll.evaluation.drift import DriftWatch
+metrics = {"loss": "adwin", "accuracy": "page_hinkley", "auc": "kswin"}
+DriftWatch(DriftConfig.model_validate({"metrics": metrics}))
+print(sorted(sys.modules.keys() & {"pandas", "sklearn", "sqlalchemy", "river.drift", "river.datasets"}))
+from river import drift
+print(drift.ADWIN.__name__, drift.binary.DDM.__name__, drift.ADWIN is sys.modules["river.drift.adwin"].ADWIN)
+"""
+
+
+@pytest.mark.slow
+def test_detectors_load_without_the_data_sets_of_river_and_a_task_may_load_all_of_it() -> None:
+    done = subprocess.run([sys.executable, "-c", _LOADED], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "ADWIN DDM True"]

@@ -124,6 +124,42 @@ async def asked_over(port: int, count: int) -> Counter[str]:
     return statuses
 
 
+def counted(rig: ServingRig, what: str) -> int:
+    lines = rig.request("GET", "/metrics")[2].decode().splitlines()
+    return int(float(next(line for line in lines if line.startswith(f"doll_serve_{what}_total{{")).rsplit(" ", 1)[1]))
+
+
+def test_a_shadow_that_is_killed_is_started_again_and_ends_with_its_server(rig: ServingRig) -> None:
+    with serving(rig, "--shadow", "3", "--log-answers", "answers") as server:
+        (keeper,) = server.children()
+        until(lambda: answers(rig) and counted(rig, "shadow_answers") > 0, "an answer of the shadow")
+        (shadow,) = keeper.children()
+        assert shadow.nice() == 19
+        shadow.suspend()
+        before = counted(rig, "shadow_answers") + counted(rig, "skipped_shadow_answers")
+        sent = sum(answers(rig) for _ in range(30))
+        assert sent == 30, "users do not wait for it"
+        shadow.kill()
+        until(lambda: counted(rig, "shadow_answers") + counted(rig, "skipped_shadow_answers") >= before + 30, "counts")
+        answered = counted(rig, "shadow_answers")
+        until(lambda: answers(rig) and counted(rig, "shadow_answers") > answered, "an answer of its successor")
+        (shadow,) = keeper.children()
+        server.kill()
+        until(lambda: is_gone(keeper.pid) and is_gone(shadow.pid), "the end of both")
+
+
+def test_a_shadow_beside_several_processes_ends_in_order(rig: ServingRig) -> None:
+    arguments = ("--processes", "2", "--shadow", "9", "--log-answers", "answers")
+    with serving(rig, *arguments) as server:
+        assert len(server.children()) == 3
+        until(lambda: answers(rig) and counted(rig, "skipped_shadow_answers") > 0, "a version that does not exist")
+        assert counted(rig, "shadow_answers") == 0
+        processes = server.children(recursive=True)
+        server.terminate()
+        assert server.wait(60) == 0
+        assert all(is_gone(process.pid) for process in processes)
+
+
 def test_the_same_process_serves_the_page_of_the_job_with_its_versions_and_latencies(rig: ServingRig) -> None:
     RunFolder(rig.run_folder).report.write_text('{"reason": "updates: 3 reached", "error": null}')
     page = free_port()
