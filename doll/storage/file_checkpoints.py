@@ -33,7 +33,6 @@ from doll.storage.checkpoints import (
     checkpoints_among,
     claim_name,
     claims_among,
-    encode_checkpoint,
     is_forgotten,
     old_claims,
 )
@@ -85,16 +84,19 @@ class FileCheckpointStore(CheckpointStore):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._check_term(checkpoint)  # checked before the work, and again under the lock
+                encoded = self._encode(checkpoint, self.versions())
                 with temporary.open("wb") as file:
-                    for part in encode_checkpoint(checkpoint):
+                    for part in encoded.parts:
                         file.write(part)
                         fault_point("ps.mid_checkpoint", file.flush)
                     file.flush()
                     sync(file.fileno())
                 with self._locked():
                     self._check_term(checkpoint)
+                    self._require_base(checkpoint, encoded, self.versions())
                     temporary.replace(path)
                     _fsync_folder(self.folder)
+                    self._note_saved(checkpoint, encoded)
                     self._delete_old(checkpoint.term)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -112,12 +114,12 @@ class FileCheckpointStore(CheckpointStore):
         ):
             return file.read(-1 if size is None else size)
 
-    def _map(self, term: int, version: int) -> mmap.mmap:
+    def _map(self, term: int, version: int, access: int = mmap.ACCESS_READ) -> mmap.mmap:
         with (
             self._translate_errors("read a checkpoint in", but=FileNotFoundError),
             self._path(term, version).open("rb") as file,
         ):
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=access)
 
     def stored(self) -> list[StoredVersion]:
         items = []

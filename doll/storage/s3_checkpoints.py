@@ -34,7 +34,6 @@ from doll.storage.checkpoints import (
     checkpoints_among,
     claim_name,
     claims_among,
-    encode_checkpoint,
     is_forgotten,
     old_claims,
 )
@@ -137,16 +136,19 @@ class S3CheckpointStore(CheckpointStore):
         self._check_owner(checkpoint)
         name = checkpoint_name(checkpoint.term, checkpoint.version)
         with self._translate_errors("save a checkpoint in"):
-            self._check_term(checkpoint, self._list())
-            data = b"".join(encode_checkpoint(checkpoint))
+            self._check_term(checkpoint, listing := self._list())
+            encoded = self._encode(checkpoint, listing.versions())
+            data = b"".join(encoded.parts)
             if not self._put_new(name, data) and self._get(name)[0] != data:
                 self._put(name, data)  # saved before, and since damaged or of an older state
             listing = self._list()
             # The stored object is not deleted if a higher claim exists, because that claim may begin from it.
             self._check_term(checkpoint, listing)
+            self._require_base(checkpoint, encoded, listing.versions())
+            self._note_saved(checkpoint, encoded)
             old = {item.key for item in self._obsolete(listing.stored())}
             old |= set(listing.checkpoints).difference(listing.versions())  # checkpoints that are not valid
-            self._delete([checkpoint_name(*key) for key in sorted(old)] + listing.old_claims)
+            self._delete([checkpoint_name(*key) for key in sorted(old, reverse=True)] + listing.old_claims)
 
     def delete(self, keys: Iterable[tuple[int, int]]) -> None:
         with self._translate_errors("delete a checkpoint in"):

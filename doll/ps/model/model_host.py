@@ -41,6 +41,7 @@ from doll.storage.blobs import (
 )
 from doll.storage.contributions import decode_contribution
 from doll.storage.deltas import Layout, changes
+from doll.storage.differences import RowChanges
 from doll.storage.reads_ahead import ReadsAhead, in_thread
 from doll.telemetry import get_logger
 
@@ -293,6 +294,10 @@ class ModelHost:
         """Return weights and state by name, for a checkpoint. Later updates do not change these arrays."""
         self._may_rewrite = False  # weights in shared memory are returned without a copy
         return self._parts.tensors()
+
+    def row_changes(self) -> RowChanges | None:
+        """Return which rows of `tensors` change, for a differential checkpoint. None: the model has no tables."""
+        return None if self._tables is None else self._tables.row_changes()
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         self._unpublished = None
