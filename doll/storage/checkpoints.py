@@ -465,10 +465,12 @@ class CheckpointStore(ABC):
             gone = obsolete(stored, marked, keep=self._keep, history=self._history, now_s=time.time())
             keys = [item.key for item in gone]
             needed = self._bases_of({item.key for item in stored}.difference(keys), among=keys)
-            newest, base = stored[-1], self._base_version(stored[-1].key)
+            newest = stored[-1].key
+            base = self._base_version(newest)
             if base is not None:
-                before = (item.key for item in reversed(stored) if item.key < (newest.term, base))
-                needed.update([key for key in before if self._is_whole(key)][:1])
+                older = (item.key for item in reversed(stored) if item.key < (newest[0], base))
+                if (before := next((key for key in older if self._base_version(key) is None), None)) is not None:
+                    needed.add(before)
         except CheckpointError as exc:
             log.warning("marks_unreadable", error=str(exc), action="no checkpoint is deleted")
             return []
@@ -511,30 +513,24 @@ class CheckpointStore(ABC):
             self._base = Base(checkpoint.term, reference, num_bytes)
 
     def _base_version(self, key: tuple[int, int]) -> int | None:
-        """Return the version of the base of a checkpoint; None: it is whole. Raises the errors of `read_head`."""
+        """Return the version of the base of a checkpoint. None: it is whole; -1: it is damaged, or deleted. Raise
+        CheckpointError if the store cannot be read."""
         if key not in self._bases:
-            base = self.read_head(*key).base
+            try:
+                base = self.read_head(*key).base
+            except (DamagedError, VersionUnknownError):
+                return -1
             self._bases[key] = None if base is None else base.version
         return self._bases[key]
 
-    def _is_whole(self, key: tuple[int, int]) -> bool:
-        try:
-            return self._base_version(key) is None
-        except (DamagedError, VersionUnknownError):
-            return False
-
     def _bases_of(self, keys: Iterable[tuple[int, int]], *, among: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Return which of the checkpoints `among` are bases of `keys`. A damaged checkpoint needs no base."""
+        """Return which of the checkpoints `among` are bases of `keys`."""
         oldest: dict[int, int] = {}
         for term, version in among:
             oldest[term] = min(version, oldest.get(term, version))
-        bases = set()
-        for term, version in keys:  # only the heads that matter are read: a store may keep thousands of checkpoints
-            if version > oldest.get(term, version):
-                with suppress(DamagedError, VersionUnknownError):
-                    if (base := self._base_version((term, version))) is not None:
-                        bases.add((term, base))
-        return bases.intersection(among)
+        # Only the heads that matter are read: a store may keep thousands of checkpoints.
+        wanted = [key for key in keys if key[1] > oldest.get(key[0], key[1])]
+        return {(key[0], base) for key in wanted if (base := self._base_version(key)) is not None}.intersection(among)
 
     def load_newest(
         self, fingerprint: str | None, version: int | None = None, *, in_place: bool = False
