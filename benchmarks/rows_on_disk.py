@@ -191,8 +191,8 @@ class Rocks(Rows):
         self._db.flush()
 
     def read(self, ids: Ids) -> Floats:
-        found: Any = self._db[[each.tobytes() for each in ids.astype(">i8")]]
-        return np.frombuffer(b"".join(found), np.float32).reshape(-1, WIDTH)
+        values: Any = self._db[[each.tobytes() for each in ids.astype(">i8")]]
+        return np.frombuffer(b"".join(values), np.float32).reshape(-1, WIDTH)
 
     def write(self, ids: Ids, rows: Floats) -> None:
         batch = self._rocks.WriteBatch(raw_mode=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +17,7 @@ from doll.errors import CheckpointError
 from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, decode_checkpoint
 from doll.storage.differences import MAX_DIFFERENCES, Base, BaseReference, ChangedRows
 from doll.storage.file_checkpoints import FileCheckpointStore
+from doll.storage.version_marks import VersionMarks
 from fuzzing import seeds
 from memory_stores import MemoryCheckpointStore
 
@@ -90,7 +91,7 @@ def test_what_is_loaded_is_what_a_whole_checkpoint_has(kit: Kit, seed: int) -> N
         store.save(held[model.version])
         if model.rng.random() < 0.2:
             pinned = int(model.rng.choice([version for _, version in store.versions()]))
-            store.change_marks(lambda marks, pinned=pinned: marks.with_pin(pinned))
+            store.change_marks(functools.partial(VersionMarks.with_pin, version=pinned))
         assert same(store.load_newest("f1"), held[model.version])
     kinds = set()
     for at, version in kit.again("digits").versions():
@@ -383,6 +384,6 @@ def test_a_patch_that_does_not_fit_is_damage(change: dict[str, Any], monkeypatch
     monkeypatch.setattr(doll.storage.checkpoints, "encode_checkpoint", changed)
     for _ in range(2):
         model.update()
-        store.save(dataclasses.replace(model.checkpoint()))
+        store.save(model.checkpoint())
     with pytest.raises(CheckpointError, match=r"version 2 is damaged \(the changed rows do not fit checkpoint-0"):
         store.load_newest(None, 2)
