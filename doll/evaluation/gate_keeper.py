@@ -125,7 +125,8 @@ class GateKeeper:
             if old is not None:
                 tensors[name] = float(np.linalg.norm(np.subtract(values, old[name])))
         facts = Measured(
-            version=item.version, updates=item.version, size_bytes=item.size_bytes, tensors=tensors, lengths=lengths,
+            version=item.version, updates=item.version, size_bytes=self._store.whole_bytes(item), tensors=tensors,
+            lengths=lengths,
             newest_event_s=weights.events.newest_ms / 1000 if weights.events.count else None,
         )  # fmt: skip
         return self._answered(facts, weights, stable) if with_answers else facts

@@ -457,7 +457,7 @@ class ParameterServer:
         return Checkpoint(
             job=self._config.job, fingerprint=self.engine.settings.fingerprint, term=self.engine.term, version=version,
             state=encode_snapshot(snapshot), tensors=self._host.tensors(), layout=self._layout, code=self._code,
-            chain=self._chain,
+            chain=self._chain, changes=self._host.row_changes(),
         )  # fmt: skip
 
     def _finish(self, action: ev.Finish) -> None:

@@ -8,12 +8,17 @@ have started from an earlier version.
 
 If the model has shards, each of them stores its tensors as a part: a file of the same format. The checkpoint is stored
 after its parts. It has no tensors, and names the checksums of its parts (docs/decisions/0141).
+
+A checkpoint with schema version 3 is differential: of tensors with rows it has only the rows that have changed since a
+whole checkpoint, its base. The stores combine both, so that readers always get all rows (docs/decisions/0138).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 import mmap
 import re
 import struct
@@ -22,8 +27,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -36,6 +41,7 @@ from doll.errors import CheckpointError, FencedError, VersionUnknownError
 from doll.model.layout import NO_LAYOUT, WeightsLayout
 from doll.records.bounded import short
 from doll.storage.blobs import Buffer
+from doll.storage.differences import Base, BaseReference, Patch, RowChanges, difference, difference_bytes, patched
 from doll.storage.version_marks import (
     LATEST,
     MARKS,
@@ -54,6 +60,8 @@ log = get_logger(__name__)
 
 MAGIC: Final = b"DLCK"
 SCHEMA_VERSION: Final = 2
+DIFFERENTIAL: Final = 3  # schema version of a differential checkpoint, which earlier releases refuse
+_MIN_BASE_BYTES: Final = 1 << 20  # a smaller checkpoint is always whole: it costs little
 _PREFIX: Final = struct.Struct("<4sB3xQ")
 _DIGEST_BYTES: Final = 32
 _READ_ATTEMPTS: Final = 5  # a running server may delete checkpoints that a tool has just listed
@@ -73,6 +81,7 @@ _DTYPES: Final = (
     }
     | {np.dtype("?"): "BOOL"}
 )
+_NO_PATCHES: Final[Mapping[str, Patch]] = {}
 _NAMED_DTYPES: Final = {name: dtype for dtype, name in _DTYPES.items()}
 
 
@@ -100,6 +109,7 @@ class Checkpoint:
     chain: bytes = b""  # hash of the model's last update (`doll.records.chain`); b"": it has none
     parts: tuple[CheckpointPart, ...] = ()  # of a model with shards, in order; then a file has no tensors
     sliced: tuple[str, ...] = ()  # in a part: the tensors of which it has a slice; it has the others whole
+    changes: RowChanges | None = None  # which rows have changed; None: unknown, so the checkpoint is stored whole
 
 
 class DamagedError(CheckpointError):
@@ -124,6 +134,9 @@ class CheckpointHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     parts: tuple[CheckpointPart, ...] = ()
     sliced: tuple[str, ...] = ()
     state: bytes = b""
+    base: BaseReference | None = None  # None: the checkpoint is whole
+    patches: dict[str, Patch] = {}  # by name, the tensors of which only changed rows are stored
+    whole_bytes: _Count = 0  # size of all rows of all tensors of a differential checkpoint
 
 
 class _TensorHead(msgspec.Struct, frozen=True):
@@ -132,9 +145,27 @@ class _TensorHead(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Count, _Count]
 
 
-def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
+class EncodedCheckpoint(NamedTuple):
+    """The bytes of a checkpoint, in parts to be written in order. `base`: the base of a differential one."""
+
+    parts: list[Buffer]
+    base: BaseReference | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def encode_checkpoint(
+    checkpoint: Checkpoint, base: BaseReference | None = None, patches: Mapping[str, Patch] = _NO_PATCHES,
+    whole_bytes: int = 0,
+) -> list[Buffer]:  # fmt: skip
     """Return the bytes of a checkpoint, in parts to be written in order; the tensors are not copied. Raise ValueError
-    if safetensors does not support the dtype of a tensor."""
+    if safetensors does not support the dtype of a tensor.
+
+    `base`, `patches`, `whole_bytes`: those of a differential checkpoint, whose tensors are those of
+    `differences.difference`.
+    """
     tensors = _encode_tensors(checkpoint.tensors)
     head = msgspec.msgpack.encode(
         CheckpointHead(
@@ -149,9 +180,13 @@ def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
             chain=checkpoint.chain,
             parts=checkpoint.parts,
             sliced=checkpoint.sliced,
+            base=base,
+            patches=dict(patches),
+            whole_bytes=whole_bytes,
         )
     )
-    parts = [_PREFIX.pack(MAGIC, SCHEMA_VERSION, len(head)), head, checkpoint.state, *tensors]
+    schema = SCHEMA_VERSION if base is None else DIFFERENTIAL
+    parts = [_PREFIX.pack(MAGIC, schema, len(head)), head, checkpoint.state, *tensors]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -187,11 +222,22 @@ def checksum_of(tensors: Mapping[str, npt.NDArray[Any]]) -> str:
 
 def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Checkpoint:
     """Return the checkpoint in `data`. Raise DamagedError if it is incomplete or changed, and CheckpointError if this
-    release does not read its schema.
+    release does not read its schema, or if it is differential: only a store can read it, with its base.
 
     Args:
         in_place: False: the tensors are copies. True: they are read-only views of `data`, which may be unaligned.
     """
+    checkpoint, head = _decode(data, in_place=in_place)
+    if head.base is not None:
+        raise CheckpointError(
+            f"expected a whole checkpoint, got the difference to version {head.base.version}: read it with the store "
+            "in which it is, which combines both"
+        )
+    return checkpoint
+
+
+def _decode(data: bytes | mmap.mmap, *, in_place: bool, writable: bool = False) -> tuple[Checkpoint, CheckpointHead]:
+    """Return the checkpoint in `data`, and its head. `writable`: the views of `data` are writable if it is."""
     if len(data) < _PREFIX.size + _DIGEST_BYTES:
         raise DamagedError(f"expected a checkpoint, got {len(data)} bytes")
     view = memoryview(data)
@@ -205,14 +251,17 @@ def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Che
         if middle + head.tensors_bytes != len(data) - _DIGEST_BYTES:
             raise ValueError(f"{head.state_bytes} bytes of state and {head.tensors_bytes} of tensors are not all of it")
         body = view[middle : middle + head.tensors_bytes]
-        tensors = _tensors_in(body) if in_place else safetensors.numpy.load(bytes(body))
+        if in_place:
+            tensors = _tensors_in(body if writable else body.toreadonly())
+        else:
+            tensors = safetensors.numpy.load(bytes(body))
     except (
         *(msgspec.MsgspecError, safetensors.SafetensorError),
         *(KeyError, ValueError),  # a dtype or a shape that safetensors knows and numpy does not
         *(RecursionError, MemoryError, OverflowError),  # a head nested too deeply, or with impossible lengths
     ) as exc:
         raise DamagedError(f"the contents do not fit the schema: {type(exc).__name__}: {short(exc)}") from exc
-    return Checkpoint(
+    checkpoint = Checkpoint(
         job=head.job,
         fingerprint=head.fingerprint,
         term=head.term,
@@ -225,13 +274,14 @@ def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Che
         parts=head.parts,
         sliced=head.sliced,
     )
+    return checkpoint, head
 
 
 def _tensors_in(body: memoryview) -> dict[str, npt.NDArray[Any]]:
     """Return views of the tensors that `_encode_tensors` wrote. Raise ValueError or KeyError if they do not fit."""
     (head_bytes,) = struct.unpack_from("<Q", body)
     header = msgspec.json.decode(body[8 : 8 + head_bytes], type=dict[str, _TensorHead])
-    values = body[8 + head_bytes :].toreadonly()
+    values = body[8 + head_bytes :]
     tensors = {}
     for name, tensor in header.items():
         begin, end = tensor.data_offsets
@@ -243,10 +293,10 @@ def _tensors_in(body: memoryview) -> dict[str, npt.NDArray[Any]]:
 
 def _length_of_head(data: bytes | mmap.mmap) -> int:
     magic, schema, head_bytes = _PREFIX.unpack_from(data)
-    if magic != MAGIC or schema != SCHEMA_VERSION:
+    if magic != MAGIC or schema not in (SCHEMA_VERSION, DIFFERENTIAL):
         raise CheckpointError(
-            f"expected a checkpoint of schema {SCHEMA_VERSION}, got {magic!r}, schema {schema}: use the release that "
-            "wrote it"
+            f"expected a checkpoint of schema {SCHEMA_VERSION} or {DIFFERENTIAL}, got {magic!r}, schema {schema}: use "
+            "the release that wrote it"
         )
     return int(head_bytes)
 
@@ -299,6 +349,8 @@ class CheckpointStore(ABC):
         self.location = location
         self._keep = keep
         self._history = history
+        self._base: Base | None = None
+        self._bases: dict[tuple[int, int], int | None] = {}  # version of the base of each checkpoint, where it is known
 
     @abstractmethod
     def claim_term(self, above: int = 0) -> int:
@@ -358,19 +410,20 @@ class CheckpointStore(ABC):
     @abstractmethod
     def delete(self, keys: Iterable[tuple[int, int]]) -> None:
         """Delete these checkpoints, (term, version), also if they have marks. Raise CheckpointError if one of them
-        cannot be deleted, and ValueError if the newest checkpoint is among them."""
+        cannot be deleted or is the base of another one that stays, and ValueError if the newest checkpoint is among
+        them."""
 
     @abstractmethod
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
         """Return the bytes of a checkpoint, or the first `size`. Raise FileNotFoundError if it was deleted
         meanwhile."""
 
-    def _map(self, term: int, version: int) -> mmap.mmap:
+    def _map(self, term: int, version: int, access: int = mmap.ACCESS_READ) -> mmap.mmap:
         """Return the bytes of a checkpoint as a mapped file, read when used. Raises the errors of `_read`."""
         with tempfile.TemporaryFile() as file:
             file.write(self._read(term, version))
             file.flush()
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=access)
 
     @abstractmethod
     def read_document(self, name: str) -> tuple[bytes | None, Any]:
@@ -411,10 +464,16 @@ class CheckpointStore(ABC):
         raise CheckpointError(f"{self.location}/{MARKS} was changed {_MARK_ATTEMPTS} times while it was to be changed")
 
     def _but_newest(self, keys: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the keys in their order. Raise ValueError if the newest checkpoint is among them."""
-        chosen = sorted(keys)
-        if self.versions()[-1:] == chosen[-1:] != []:
-            raise ValueError(f"expected checkpoints other than the newest one, got {chosen[-1]}")
+        """Return the keys, the newest first, so that no base is deleted before its differences. Raise ValueError if the
+        newest checkpoint is among them, and CheckpointError if the base of another checkpoint is."""
+        chosen, held = sorted(keys, reverse=True), self.versions()
+        if held[-1:] == chosen[:1] != []:
+            raise ValueError(f"expected checkpoints other than the newest one, got {chosen[0]}")
+        for key in self._bases_of(set(held).difference(chosen), among=chosen):
+            raise CheckpointError(
+                f"{self.location}/{checkpoint_name(*key)} cannot be deleted: checkpoints that stay contain only the "
+                "rows that have changed since; delete these as well"
+            )
         return chosen
 
     def _require_kept(self, marks: VersionMarks, wanted: Iterable[int]) -> None:
@@ -446,16 +505,92 @@ class CheckpointStore(ABC):
         self._check_job(head.job, name)
         return head
 
+    def whole_bytes(self, item: StoredVersion) -> int:
+        """Return the size that the checkpoint has, or would have if it contained all rows. Raises the errors of
+        `read_head`."""
+        return self.read_head(*item.key).whole_bytes or item.size_bytes
+
     def _obsolete(self, stored: Sequence[StoredVersion]) -> list[StoredVersion]:
-        """Return the checkpoints of `stored`, oldest first, that may be deleted; none if the marks cannot be read."""
+        """Return the checkpoints of `stored` that may be deleted, the newest first, so that no base is deleted before
+        its differences. Return none if the marks or the heads of checkpoints cannot be read.
+
+        If the newest checkpoint is differential, the newest whole one before its base is also kept: a damaged base
+        must have a predecessor.
+        """
         if len(stored) <= self._keep:
             return []
+        self._bases = {item.key: self._bases[item.key] for item in stored if item.key in self._bases}
         try:
             marked = self.read_marks().marked
+            gone = obsolete(stored, marked, keep=self._keep, history=self._history, now_s=time.time())
+            keys = [item.key for item in gone]
+            needed = self._bases_of({item.key for item in stored}.difference(keys), among=keys)
+            newest = stored[-1].key
+            base = self._base_version(newest)
+            if base is not None:
+                older = (item.key for item in reversed(stored) if item.key < (newest[0], base))
+                if (before := next((key for key in older if self._base_version(key) is None), None)) is not None:
+                    needed.add(before)
         except CheckpointError as exc:
             log.warning("marks_unreadable", error=str(exc), action="no checkpoint is deleted")
             return []
-        return obsolete(stored, marked, keep=self._keep, history=self._history, now_s=time.time())
+        return [item for item in reversed(gone) if item.key not in needed]
+
+    # --- differential checkpoints ------------------------------------------------------------------------------------
+
+    def _encode(self, checkpoint: Checkpoint, held: Iterable[tuple[int, int]]) -> EncodedCheckpoint:
+        """Return the bytes to save: the difference to the last whole checkpoint, if it is among the stored ones `held`
+        and the difference is small enough."""
+        base = self._base
+        if base is not None and checkpoint.changes is not None and base.key in held:
+            since = base.reference.version
+            if base.term == checkpoint.term and since < checkpoint.version:
+                changed = checkpoint.changes(since)
+                if base.is_worth(difference_bytes(checkpoint.tensors, changed)):
+                    tensors, patches = difference(checkpoint.tensors, changed)
+                    parts = encode_checkpoint(
+                        dataclasses.replace(checkpoint, tensors=tensors), base.reference, patches,
+                        sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+                    )  # fmt: skip
+                    return EncodedCheckpoint(parts, base.reference)
+        return EncodedCheckpoint(encode_checkpoint(checkpoint))
+
+    def _require_base(
+        self, checkpoint: Checkpoint, encoded: EncodedCheckpoint, held: Iterable[tuple[int, int]]
+    ) -> None:
+        """Raise CheckpointError if another process has deleted the base of `encoded` since it was made."""
+        if encoded.base is not None and (key := (checkpoint.term, encoded.base.version)) not in held:
+            raise CheckpointError(f"{self.location}/{checkpoint_name(*key)} was deleted: the next save is whole")
+
+    def _note_saved(self, checkpoint: Checkpoint, encoded: EncodedCheckpoint) -> None:
+        """Note that `checkpoint` is durable."""
+        self._bases[checkpoint.term, checkpoint.version] = None if encoded.base is None else encoded.base.version
+        num_bytes = encoded.num_bytes
+        if encoded.base is not None and self._base is not None:
+            self._base.note_difference(num_bytes)
+        elif checkpoint.changes is not None and num_bytes >= _MIN_BASE_BYTES:
+            reference = BaseReference(checkpoint.version, bytes(encoded.parts[-1]))
+            self._base = Base(checkpoint.term, reference, num_bytes)
+
+    def _base_version(self, key: tuple[int, int]) -> int | None:
+        """Return the version of the base of a checkpoint. None: it is whole; -1: it is damaged, or deleted. Raise
+        CheckpointError if the store cannot be read."""
+        if key not in self._bases:
+            try:
+                base = self.read_head(*key).base
+            except (DamagedError, VersionUnknownError):
+                return -1
+            self._bases[key] = None if base is None else base.version
+        return self._bases[key]
+
+    def _bases_of(self, keys: Iterable[tuple[int, int]], *, among: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Return which of the checkpoints `among` are bases of `keys`."""
+        oldest: dict[int, int] = {}
+        for term, version in among:
+            oldest[term] = min(version, oldest.get(term, version))
+        # Only the heads that matter are read: a store may keep thousands of checkpoints.
+        wanted = [key for key in keys if key[1] > oldest.get(key[0], key[1])]
+        return {(key[0], base) for key in wanted if (base := self._base_version(key)) is not None}.intersection(among)
 
     def load_newest(
         self, fingerprint: str | None, version: int | None = None, *, in_place: bool = False, with_parts: bool = True
@@ -490,15 +625,13 @@ class CheckpointStore(ABC):
         for term, version in reversed(versions):
             name = checkpoint_name(term, version)
             try:
-                checkpoint = self._mapped(term, version) if in_place else decode_checkpoint(self._read(term, version))
-                if (checkpoint.term, checkpoint.version) != (term, version):
-                    raise DamagedError(f"it holds term {checkpoint.term}, version {checkpoint.version}: renamed")
+                checkpoint = self._load(term, version, in_place)
                 if checkpoint.parts:
                     checkpoint = self._with_tensors(checkpoint, with_parts)
             except DamagedError as exc:
                 reason = reason or str(exc)
                 if wanted is None or (term, version) != versions[0]:
-                    log.warning("checkpoint_damaged", file=name, error=reason, hint="using the one before it")
+                    log.warning("checkpoint_damaged", file=name, error=str(exc), hint="using the one before it")
                 continue
             self._check_owner(checkpoint, f"{self.location}/{name}", fingerprint)
             return checkpoint
@@ -517,21 +650,59 @@ class CheckpointStore(ABC):
     def _with_tensors(self, checkpoint: Checkpoint, with_parts: bool) -> Checkpoint:
         parts = (self.read_part(checkpoint.term, checkpoint.version, part) for part in checkpoint.parts)
         if with_parts:
-            return replace(checkpoint, tensors=joined(parts))
+            return dataclasses.replace(checkpoint, tensors=joined(parts))
         for _ in parts:  # one after the other, so that one at a time is in memory
             pass
         return checkpoint
 
-    def _mapped(self, term: int, version: int) -> Checkpoint:
+    def _load(self, term: int, version: int, in_place: bool) -> Checkpoint:
+        """Return a checkpoint with all rows. Raise DamagedError if it or its base is damaged, and FileNotFoundError if
+        it was deleted meanwhile."""
+        checkpoint, head, _ = self._decoded(term, version, in_place)
+        if head.base is None:
+            return checkpoint
+        name = checkpoint_name(term, head.base.version)
         try:
-            data = self._map(term, version)
-        except ValueError as exc:  # an empty file
-            raise DamagedError(str(exc)) from exc
-        checkpoint = decode_checkpoint(data, in_place=True)
-        if hasattr(mmap, "MADV_DONTNEED"):  # the checksum has read the whole file, and few rows will be read again
+            base, head_of_base, digest = self._decoded(term, head.base.version, in_place, is_patched=True)
+        except FileNotFoundError:
+            if (term, version) not in self.versions():
+                raise
+            raise DamagedError(f"{name} is missing: this file contains only the rows that have changed since") from None
+        except DamagedError as exc:
+            raise DamagedError(f"{name}, on which it is based: {exc}") from exc
+        if head_of_base.base is not None or digest != head.base.digest:
+            raise DamagedError(f"{name} is not the checkpoint on which it is based: replaced")
+        try:
+            make = _zeros_in_file if in_place else np.zeros
+            tensors = patched(checkpoint.tensors, head.patches, base.tensors, make=make)
+        except (KeyError, ValueError, MemoryError, OverflowError) as exc:
+            raise DamagedError(f"the changed rows do not fit {name}: {type(exc).__name__}: {short(exc)}") from exc
+        if in_place:
+            for tensor in tensors.values():
+                tensor.flags.writeable = False
+        return dataclasses.replace(checkpoint, tensors=tensors)
+
+    def _decoded(
+        self, term: int, version: int, in_place: bool, *, is_patched: bool = False
+    ) -> tuple[Checkpoint, CheckpointHead, bytes]:
+        """Return a stored checkpoint, its head and its SHA-256. `is_patched`: its tensors are writable; writes do not
+        change the store."""
+        data: bytes | mmap.mmap
+        if in_place:
+            try:
+                data = self._map(term, version, mmap.ACCESS_COPY if is_patched else mmap.ACCESS_READ)
+            except ValueError as exc:  # an empty file
+                raise DamagedError(str(exc)) from exc
+        else:
+            data = self._read(term, version)
+        checkpoint, head = _decode(data, in_place=in_place, writable=is_patched)
+        if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            # The checksum has read the whole file, and few rows will be read again.
             data.madvise(mmap.MADV_DONTNEED)
             data.madvise(mmap.MADV_RANDOM)
-        return checkpoint
+        if (checkpoint.term, checkpoint.version) != (term, version):
+            raise DamagedError(f"it holds term {checkpoint.term}, version {checkpoint.version}: renamed")
+        return checkpoint, head, bytes(data[-_DIGEST_BYTES:])
 
     def _check_owner(self, checkpoint: Checkpoint, location: str = "", fingerprint: str | None = None) -> None:
         """Raise CheckpointError if another job, or the same job with another model, has written the checkpoint."""
@@ -564,6 +735,15 @@ class CheckpointStore(ABC):
             raise CheckpointError(
                 f"expected version {last} or later of term {checkpoint.term}, got {checkpoint.version}"
             )
+
+
+def _zeros_in_file(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return zeros whose memory the system can write to a file."""
+    if not (num_bytes := math.prod(shape) * dtype.itemsize):
+        return np.zeros(shape, dtype)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(num_bytes)
+        return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype).reshape(shape)
 
 
 def checkpoint_name(term: int, version: int) -> str:

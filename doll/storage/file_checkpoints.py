@@ -16,7 +16,7 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -34,7 +34,6 @@ from doll.storage.checkpoints import (
     checkpoints_among,
     claim_name,
     claims_among,
-    encode_checkpoint,
     is_forgotten,
     old_claims,
     unused_parts,
@@ -81,32 +80,45 @@ class FileCheckpointStore(CheckpointStore):
 
     def save(self, checkpoint: Checkpoint) -> None:
         self._check_owner(checkpoint)
-        self._store(checkpoint_name(checkpoint.term, checkpoint.version), encode_checkpoint(checkpoint), checkpoint)
+        key = checkpoint.term, checkpoint.version
+        with self._translate_errors("save a checkpoint in"):
+            self._check_term(checkpoint)  # checked before the work, and again under the lock
+            encoded = self._encode(checkpoint, self.versions())
+            with self._written(checkpoint_name(*key), encoded.parts) as rename, self._locked():
+                self._check_term(checkpoint)
+                self._require_base(checkpoint, encoded, self.versions())
+                rename()
+                self._note_saved(checkpoint, encoded)
+                self._delete_old(checkpoint.term)
 
     def _write_part(self, name: str, data: Sequence[Buffer], checkpoint: Checkpoint) -> None:
-        self._store(name, data, checkpoint, is_part=True)
+        with self._translate_errors("save a checkpoint in"):
+            self._check_term(checkpoint)
+            with self._written(name, data) as rename, self._locked():
+                self._check_term(checkpoint)
+                rename()
 
-    def _store(self, name: str, data: Sequence[Buffer], checkpoint: Checkpoint, *, is_part: bool = False) -> None:
+    @contextmanager
+    def _written(self, name: str, data: Sequence[Buffer]) -> Iterator[Callable[[], None]]:
+        """Write a temporary file, and yield the function that gives it its name."""
         path = self.folder / name
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with self._translate_errors("save a checkpoint in"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                self._check_term(checkpoint)  # checked before the work, and again under the lock
-                with temporary.open("wb") as file:
-                    for part in data:
-                        file.write(part)
-                        fault_point("ps.mid_checkpoint", file.flush)
-                    file.flush()
-                    sync(file.fileno())
-                with self._locked():
-                    self._check_term(checkpoint)
-                    temporary.replace(path)
-                    _fsync_folder(self.folder)
-                    if not is_part:
-                        self._delete_old(checkpoint.term)
-            finally:
-                temporary.unlink(missing_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+        def rename() -> None:
+            temporary.replace(path)
+            _fsync_folder(self.folder)
+
+        try:
+            with temporary.open("wb") as file:
+                for part in data:
+                    file.write(part)
+                    fault_point("ps.mid_checkpoint", file.flush)
+                file.flush()
+                sync(file.fileno())
+            yield rename
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def delete(self, keys: Iterable[tuple[int, int]]) -> None:
         with self._translate_errors("delete a checkpoint in"), self._locked():
@@ -127,12 +139,12 @@ class FileCheckpointStore(CheckpointStore):
         with self._translate_errors("read a checkpoint in", but=FileNotFoundError):
             return (self.folder / name).read_bytes()
 
-    def _map(self, term: int, version: int) -> mmap.mmap:
+    def _map(self, term: int, version: int, access: int = mmap.ACCESS_READ) -> mmap.mmap:
         with (
             self._translate_errors("read a checkpoint in", but=FileNotFoundError),
             self._path(term, version).open("rb") as file,
         ):
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=access)
 
     def stored(self) -> list[StoredVersion]:
         items = []

@@ -35,7 +35,6 @@ from doll.storage.checkpoints import (
     checkpoints_among,
     claim_name,
     claims_among,
-    encode_checkpoint,
     is_forgotten,
     old_claims,
     unused_parts,
@@ -138,23 +137,30 @@ class S3CheckpointStore(CheckpointStore):
         has listed it."""
         self._check_owner(checkpoint)
         name = checkpoint_name(checkpoint.term, checkpoint.version)
-        self._write_part(name, encode_checkpoint(checkpoint), checkpoint)
         with self._translate_errors("save a checkpoint in"):
+            self._check_term(checkpoint, listing := self._list())
+            encoded = self._encode(checkpoint, listing.versions())
+            self._put_whole(name, encoded.parts)
             listing = self._list()
             # The stored object is not deleted if a higher claim exists, because that claim may begin from it.
             self._check_term(checkpoint, listing)
+            self._require_base(checkpoint, encoded, listing.versions())
+            self._note_saved(checkpoint, encoded)
             old = {item.key for item in self._obsolete(listing.stored())}
             old |= set(listing.checkpoints).difference(listing.versions())  # checkpoints that are not valid
-            gone = [checkpoint_name(*key) for key in sorted(old)]
+            gone = [checkpoint_name(*key) for key in sorted(old, reverse=True)]
             parts = unused_parts(listing.objects.keys() - set(gone))
             self._delete(gone + parts + listing.old_claims)
 
     def _write_part(self, name: str, data: Sequence[Buffer], checkpoint: Checkpoint) -> None:
         with self._translate_errors("save a checkpoint in"):
             self._check_term(checkpoint, self._list())
-            whole = b"".join(data)
-            if not self._put_new(name, whole) and self._get(name)[0] != whole:
-                self._put(name, whole)  # saved before, and since damaged or of an older state
+            self._put_whole(name, data)
+
+    def _put_whole(self, name: str, data: Sequence[Buffer]) -> None:
+        whole = b"".join(data)
+        if not self._put_new(name, whole) and self._get(name)[0] != whole:
+            self._put(name, whole)  # saved before, and since damaged or of an older state
 
     def delete(self, keys: Iterable[tuple[int, int]]) -> None:
         with self._translate_errors("delete a checkpoint in"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import structlog
+from checkpoint_kits import kit as kit
 from control_rig import KINDS, Rig
 from doll.local.redis_server import LocalRedis
 from doll.services import Services

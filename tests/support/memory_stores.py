@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from doll.errors import BlobError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer, NearBlobs
-from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, encode_checkpoint, unused_parts
+from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, unused_parts
 from doll.storage.version_marks import NO_HISTORY, StoredVersion, VersionHistory
 
 
@@ -98,14 +98,17 @@ class MemoryCheckpointStore(CheckpointStore):
 
     def save(self, checkpoint: Checkpoint) -> None:
         self._check_owner(checkpoint)
-        data = b"".join(encode_checkpoint(checkpoint))
         key = (checkpoint.term, checkpoint.version)
         with self._lock:
+            encoded = self._encode(checkpoint, self._held)
+            data = b"".join(encoded.parts)
             if self._failures:
                 raise self._failures.popleft()
             self._refuse_if_superseded(checkpoint, self._newest(), self._held)
+            self._require_base(checkpoint, encoded, self._held)
             self._held[key], self._saved_s[key] = data, time.time()
             self.saved.append(key)
+            self._note_saved(checkpoint, encoded)
             for old in self._obsolete(self.stored()):
                 del self._held[old.key]
             self._delete_unused_parts()

@@ -41,6 +41,7 @@ from doll.storage.blobs import (
 )
 from doll.storage.contributions import decode_contribution
 from doll.storage.deltas import Layout, changes
+from doll.storage.differences import RowChanges
 from doll.storage.reads_ahead import ReadsAhead, in_thread
 from doll.telemetry import get_logger
 
@@ -88,6 +89,7 @@ class Host(Protocol):
     def forget_rows(self, worker: int) -> None: ...
     def table_totals(self) -> dict[str, Totals]: ...
     def tensors(self) -> dict[str, npt.NDArray[Any]]: ...
+    def row_changes(self) -> RowChanges | None: ...
     def forget_snapshot(self, version: int) -> None: ...
     def check(self) -> None: ...
     def end(self) -> None: ...
@@ -334,6 +336,10 @@ class ModelHost:
 
     def end(self) -> None:
         """Do nothing at the end of the job. `ShardedHost` lets its shards exit."""
+
+    def row_changes(self) -> RowChanges | None:
+        """Return which rows of `tensors` change, for a differential checkpoint. None: the model has no tables."""
+        return None if self._tables is None else self._tables.row_changes()
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         self._unpublished = None

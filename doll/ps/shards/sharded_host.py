@@ -30,6 +30,7 @@ from doll.records.control import GetRows
 from doll.storage.blobs import Blobs, Buffer, Latest, encode_blob, encode_latest, latest_key, scope_of, weights_key
 from doll.storage.checkpoints import Checkpoint, CheckpointPart, VersionStore
 from doll.storage.contributions import decode_contribution
+from doll.storage.differences import RowChanges
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -204,6 +205,9 @@ class ShardedHost:
         parts."""
         self._tell(m.Snapshot(self._version))
         return {}
+
+    def row_changes(self) -> RowChanges | None:
+        return None
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """Do nothing, because each shard has loaded its slice (`begin`)."""

@@ -9,11 +9,13 @@ long ago are evicted as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from doll.storage.differences import ChangedRows
 from doll.tables.bounds import TableBounds, mixed
 from doll.tables.id_index import IdIndex
 from doll.tables.rows import Ids
@@ -21,6 +23,7 @@ from doll.tables.rows import Ids
 NUM_HASHES: Final = 4
 _CELLS_PER_ROW: Final = 8
 _SKETCH_COUNTS_PER_ROW: Final = 2
+_CELLS_PER_BLOCK: Final = 32  # a changed cell is stored with its block
 _HALF: Final = np.uint64(32)
 
 
@@ -35,6 +38,7 @@ class IdCounts:
 
     Attributes:
         cells: uint8, shape (NUM_HASHES, a power of two).
+        changed: version of the last change of each `block` of cells.
         num_added: number of counts since the cells were last halved.
     """
 
@@ -42,19 +46,24 @@ class IdCounts:
         self._max_added = _SKETCH_COUNTS_PER_ROW * max_rows
         self.cells = np.zeros((NUM_HASHES, 1 << (_CELLS_PER_ROW * max_rows - 1).bit_length()), np.uint8)
         self.num_added = 0
+        self.block = min(_CELLS_PER_BLOCK, self.cells.shape[1])
+        self.changed = np.zeros((NUM_HASHES, self.cells.shape[1] // self.block), np.int64)
 
-    def add(self, ids: Ids, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Count each of the distinct `ids` as often as `counts` says, and return the estimates, at most 255."""
+    def add(self, ids: Ids, counts: npt.NDArray[np.int64], version: int = 0) -> npt.NDArray[np.int64]:
+        """Count each of the distinct `ids` in `version` as often as `counts` says, and return the estimates, at most
+        255."""
         hashes = mixed(ids.astype(np.uint64))
         first, step, mask = hashes >> _HALF, hashes | np.uint64(1), np.uint64(self.cells.shape[1] - 1)
         places = [((first + np.uint64(row) * step) & mask).astype(np.int64) for row in range(NUM_HASHES)]
         least = np.minimum.reduce([cells[place] for cells, place in zip(self.cells, places, strict=True)])
         estimates: npt.NDArray[np.int64] = np.minimum(least + counts, 255)
-        for cells, place in zip(self.cells, places, strict=True):
+        for cells, changed, place in zip(self.cells, self.changed, places, strict=True):
             np.maximum.at(cells, place, estimates.astype(np.uint8))
+            changed[place // self.block] = version
         self.num_added += int(counts.sum())
         if self.num_added >= self._max_added:
             self.cells >>= 1
+            self.changed[:] = version
             self.num_added = 0
         return estimates
 
@@ -93,6 +102,8 @@ class BoundedIds:
         self._index = IdIndex(size)
         self._counts = np.zeros(size, np.int64)
         self._touched = np.full(size, FREE, np.int64)  # by slot: version of the last update that has named the id
+        self._changed = np.zeros(size, np.int64)  # by slot: version in which its row or id has changed last
+        self._halved = 0  # version in which all counts were halved last
         self._free: Slots = np.arange(size)  # sorted, as after a restart
         self._num_slots = 0  # number of slots that have ever been used
         self._waiting = IdCounts(size) if bounds.min_count > 1 else None
@@ -135,7 +146,7 @@ class BoundedIds:
             return
         slots = np.flatnonzero((self._touched != FREE) & (self._touched < version - ttl))
         self._expired += len(slots)
-        self._take(slots)
+        self._take(slots, version)
 
     def name(self, ids: Ids, counts: npt.NDArray[np.int64], version: int) -> Slots:
         """Note that the update to `version` names each id (strictly increasing) as often as `counts` says.
@@ -145,9 +156,9 @@ class BoundedIds:
         slots = self._index.find(ids)
         is_here = slots >= 0
         self._counts[slots[is_here]] += counts[is_here]
-        self._touched[slots[is_here]] = version
+        self._touched[slots[is_here]] = self._changed[slots[is_here]] = version
         new, counts_of_new = ids[~is_here], counts[~is_here]
-        estimates = counts_of_new if self._waiting is None else self._waiting.add(new, counts_of_new)
+        estimates = counts_of_new if self._waiting is None else self._waiting.add(new, counts_of_new, version)
         wanted = estimates >= self._bounds.min_count
         places = np.flatnonzero(wanted)
         places = places[self._make_room(estimates[places], version)]
@@ -156,7 +167,7 @@ class BoundedIds:
         self._num_counted += int(counts.sum())
         if self._num_counted >= _COUNTS_PER_ROW * self._bounds.max_rows:
             self._counts >>= 1
-            self._num_counted = 0
+            self._num_counted, self._halved = 0, version
         return admitted
 
     def _make_room(self, counts: npt.NDArray[np.int64], version: int) -> npt.NDArray[np.int64]:
@@ -173,7 +184,7 @@ class BoundedIds:
         slots, self._free = self._free[: len(ids)], self._free[len(ids) :]
         self._index.insert(ids, slots)
         self._counts[slots] = counts
-        self._touched[slots] = version
+        self._touched[slots] = self._changed[slots] = version
         self._num_slots = max(self._num_slots, int(slots.max(initial=-1)) + 1)
         self._admitted += len(ids)
         return slots
@@ -190,14 +201,15 @@ class BoundedIds:
             is_taken[ties[: count - int(np.count_nonzero(is_taken))]] = True  # among equal ranks, the first slots
             slots = slots[is_taken]
         self._evicted += len(slots)
-        self._take(slots)
+        self._take(slots, version)
 
-    def _take(self, slots: Slots) -> None:
+    def _take(self, slots: Slots, version: int) -> None:
         if self.lost is not None:
             self.lost.append(self._index.ids[slots])
         self._index.remove(slots)
         self._counts[slots] = 0
         self._touched[slots] = FREE
+        self._changed[slots] = version
         self._free = np.sort(np.concatenate([self._free, slots]))
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -212,6 +224,22 @@ class BoundedIds:
             "counts": self._counts[used].copy(), "last_touch": touched, "counters": np.array(counters, np.int64),
         }  # fmt: skip
         return tensors if self._waiting is None else tensors | {"waiting": self._waiting.cells.copy()}
+
+    def row_changes(self) -> Callable[[int], dict[str, ChangedRows]]:
+        """Return a function that returns the changes of the arrays of `tensors` after a version, as they are now."""
+        changed, halved = self._changed[: self._num_slots].copy(), self._halved
+        waiting = None if self._waiting is None else (self._waiting.changed.reshape(-1).copy(), self._waiting.block)
+
+        def since(version: int) -> dict[str, ChangedRows]:
+            slots = ChangedRows(np.flatnonzero(changed > version), 1)
+            parts = dict.fromkeys(("ids", "last_touch"), slots)
+            if halved <= version:
+                parts["counts"] = slots
+            if waiting is not None:
+                parts["waiting"] = ChangedRows(np.flatnonzero(waiting[0] > version), waiting[1])
+            return parts
+
+        return since
 
     def load(
         self,

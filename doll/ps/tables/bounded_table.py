@@ -20,6 +20,7 @@ from doll.optim.row_optimizer import RowOptimizer
 from doll.ps.tables.bounded_ids import FREE, BoundedIds, Totals
 from doll.ps.tables.number_changes import NOBODY
 from doll.ps.tables.table_parts import RowAnswer, StoredTable, stored_tensor, tensor_name
+from doll.storage.differences import ChangedRows, RowChanges
 from doll.storage.sections import RowRequest
 from doll.tables.bounds import FirstRows, TableBounds
 from doll.tables.rows import Floats, Ids, Rows, TableShape, found
@@ -112,6 +113,18 @@ class BoundedTable(StoredTable):
             **self._ids.tensors(),
         }
         return {tensor_name(self.name, part): array for part, array in tensors.items()}
+
+    def row_changes(self) -> RowChanges:
+        """Return the changes of the arrays of `tensors`, as they are now."""
+        sizes = {part: array.width for part, array in self._parts()}
+        of_ids = self._ids.row_changes()
+
+        def since(version: int) -> dict[str, ChangedRows]:
+            changed = of_ids(version)
+            changed |= {part: ChangedRows(changed["ids"].rows, size) for part, size in sizes.items()}
+            return {tensor_name(self.name, part): rows for part, rows in changed.items()}
+
+        return since
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """Continue from a result of `tensors`. Raises CheckpointError if it does not fit."""

@@ -21,8 +21,9 @@ from doll.optim.row_optimizer import RowOptimizer
 from doll.ps.tables.bounded_ids import Totals
 from doll.ps.tables.bounded_table import BoundedTable
 from doll.ps.tables.number_changes import NOBODY, Authors, NumberChanges
-from doll.ps.tables.table_parts import RowAnswer, StoredTable, stored_tensor, tensor_name
+from doll.ps.tables.table_parts import VALUES, RowAnswer, StoredTable, stored_tensor, tensor_name
 from doll.ps.tables.touched_rows import TouchedRows
+from doll.storage.differences import ChangedRows, RowChanges
 from doll.storage.sections import RowRequest, is_patch_shorter
 from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, checksum_of
 
@@ -136,6 +137,21 @@ class Table(StoredTable):
         tensors = {**self._held(), "touched": self._touched.ids, "numbers": numbers}
         return {tensor_name(self.name, name): array for name, array in tensors.items()}
 
+    def row_changes(self) -> RowChanges:
+        """Return the changes of the arrays of `tensors`, as they are now."""
+        ids, slots_since = self._touched.ids, self._touched.history()
+        sizes = {part: array.width for part, array in self._parts()} | {"touched": 1}
+
+        def since(version: int) -> dict[str, ChangedRows]:
+            slots = slots_since(version)
+            rows = ids[slots]
+            return {
+                tensor_name(self.name, part): ChangedRows(rows if part == VALUES else slots, size)
+                for part, size in sizes.items()
+            }
+
+        return since
+
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """Continue from a result of `tensors`. Every touched row counts as changed in its version. Raises
         CheckpointError if it does not fit."""
@@ -246,6 +262,12 @@ class TableStore:
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Return the tensors of all tables, for a checkpoint; see `Table.tensors`."""
         return {name: array for table in self._by_name.values() for name, array in table.tensors().items()}
+
+    def row_changes(self) -> RowChanges:
+        """Return which rows of the arrays of `tensors` change, for a differential checkpoint. Later updates do not
+        change the result."""
+        changes = [table.row_changes() for table in self._by_name.values()]
+        return lambda since: {name: rows for of_table in changes for name, rows in of_table(since).items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """Continue from a result of `tensors`. Raises CheckpointError if it does not fit."""

@@ -18,6 +18,8 @@ from doll.tables.rows import Floats, Ids, Patch, Rows, add_in_order
 # The sum is scaled, as in `doll.optim.optimizer`, so that it cannot become infinite if the mean is finite.
 _SUM_FACTOR: Final = 2.0**-16
 
+VALUES: Final = "values"
+
 
 class RowAnswer(NamedTuple):
     """The answer to a request for rows of one table."""
@@ -106,9 +108,12 @@ class StoredTable:
         check_finite(values, self.name, "values")
         self._values.write(rows, values)
 
+    def _parts(self) -> list[tuple[str, RowArray]]:
+        """Return values and state with the names of their parts in a checkpoint."""
+        return [(VALUES, self._values), *((f"state.{part}", array) for part, array in self._state.items())]
+
     def _held(self) -> dict[str, npt.NDArray[Any]]:
-        """Return values and state by the names of their parts in a checkpoint."""
-        return {"values": self._values.hold(), **{f"state.{part}": array.hold() for part, array in self._state.items()}}
+        return {part: array.hold() for part, array in self._parts()}
 
     def _replace(self, tensors: Mapping[str, npt.NDArray[Any]], values: Floats, num_states: int) -> None:
         """Replace the values, and load the state of `num_states` rows from a checkpoint."""

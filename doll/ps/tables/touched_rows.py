@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Final
 
@@ -30,7 +31,7 @@ class TouchedRows:
         self._changed = np.empty(0, np.int64)
         self._num = 0
         self._versions: list[int] = []
-        self._log: list[Ids] = []
+        self._log: list[npt.NDArray[np.int64]] = []  # slots; the arrays do not change
         self._log_entries = 0
 
     def __len__(self) -> int:
@@ -59,10 +60,10 @@ class TouchedRows:
             self._num += count
         self._changed[slots] = version
         if self._versions and self._versions[-1] == version:
-            self._log[-1] = np.union1d(self._log[-1], ids)
+            self._log[-1] = np.union1d(self._log[-1], slots)
         elif len(ids):
             self._versions.append(version)
-            self._log.append(ids)
+            self._log.append(slots)
         self._log_entries += len(ids)
         if self._log_entries > 2 * self._num + _MIN_LOG:
             self._shorten()
@@ -84,10 +85,21 @@ class TouchedRows:
         """Return the rows that have changed after `version`, sorted."""
         first = bisect_right(self._versions, version)
         pieces = [
-            ids[self._changed[self._slot[ids] - 1] == changed]
-            for changed, ids in zip(self._versions[first:], self._log[first:], strict=True)
+            slots[self._changed[slots] == changed]
+            for changed, slots in zip(self._versions[first:], self._log[first:], strict=True)
         ]
-        return np.sort(np.concatenate(pieces)) if pieces else np.empty(0, np.int64)
+        return np.sort(self._ids[np.concatenate(pieces)]) if pieces else np.empty(0, np.int64)
+
+    def history(self) -> Callable[[int], npt.NDArray[np.int64]]:
+        """Return a function that returns the slots of the rows that have changed after a version until now, sorted. Any
+        thread may call it, also after later changes."""
+        versions, log = [*self._versions], [*self._log]
+
+        def since(version: int) -> npt.NDArray[np.int64]:
+            pieces = log[bisect_right(versions, version) :]
+            return np.unique(np.concatenate(pieces)) if pieces else np.empty(0, np.int64)
+
+        return since
 
     def load(self, ids: Ids, version: int) -> None:
         """Replace the touched rows by `ids`, in the order of their slots; all count as changed in `version`."""
@@ -100,7 +112,7 @@ class TouchedRows:
         changed = self._changed[order]
         begins = [0, *(np.flatnonzero(changed[1:] != changed[:-1]) + 1).tolist(), len(changed)]
         self._versions = [int(changed[begin]) for begin in begins[:-1]]
-        self._log = [self._ids[order[begin:end]] for begin, end in pairwise(begins)]
+        self._log = [order[begin:end] for begin, end in pairwise(begins)]
         self._log_entries = self._num
 
     def _make_room(self, num: int) -> None:

@@ -55,11 +55,11 @@ def test_a_whole_file_of_another_schema_is_not_passed_over(tmp_path: Path) -> No
     """A newer release wrote it: to go back to an older checkpoint silently would lose updates."""
     import hashlib
 
-    body = b"DLCK\x03" + BYTES[5:-32]
+    body = b"DLCK\x04" + BYTES[5:-32]
     store = FileCheckpointStore(tmp_path, "digits")
     store.save(checkpoint(10))
     (tmp_path / "checkpoint-00000001-0000000020.doll").write_bytes(body + hashlib.sha256(body).digest())
-    with pytest.raises(CheckpointError, match="expected a checkpoint of schema 2, got b'DLCK', schema 3"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint of schema 2 or 3, got b'DLCK', schema 4"):
         store.load_newest("f1")
 
 

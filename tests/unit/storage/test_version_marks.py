@@ -60,7 +60,7 @@ def test_a_damaged_file_is_refused_and_nothing_is_deleted(data: bytes, says: str
     stored = [StoredVersion(1, version, 0.0, 1) for version in range(5)]
     assert store._obsolete(stored) == []
     (tmp_path / "marks.json").unlink()
-    assert [item.version for item in store._obsolete(stored)] == [0, 1, 2]
+    assert [item.version for item in store._obsolete(stored)] == [2, 1, 0]
 
 
 def test_a_store_without_versions_says_so(tmp_path: Path) -> None:
