@@ -37,8 +37,9 @@ from doll.ps.event_log import FileEventLog
 from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.server import ParameterServer, Signals, deliver, require_newest_term, serve
+from doll.ps.shards.pipes import PipeBrokenError
 from doll.ps.shards.redis_pipes import RedisServerEnd
-from doll.ps.shards.sharded_host import PartedStore, ShardedHost
+from doll.ps.shards.sharded_host import PartedStore, ShardedHost, ShardLostError
 from doll.ps.standby import LeaderCheck, wait_for_lease
 from doll.ps.start import Start, begun_with, make_engine, matched
 from doll.service_checks import require_services
@@ -89,12 +90,21 @@ def run_ps(
         DollError: services do not answer, the task cannot be loaded, the checkpoint is of another job or model, another
             server leads, a newer server has claimed the job, or the model diverged.
     """
-    launch = _Launch(config, services, run_folder, fresh=fresh, after_term=after_term, run_id=run_id)
     with heartbeat_of("ps-standby" if standby else "ps", config) as heartbeat:
-        if check_only:
-            launch.check()
-            return 0
-        return launch.run(heartbeat, leader_check, standby=standby)
+        signals: Signals | None = None
+        while True:
+            launch = _Launch(config, services, run_folder, fresh=fresh, after_term=after_term, run_id=run_id)
+            if check_only:
+                launch.check()
+                return 0
+            signals = signals or Signals()
+            try:
+                return launch.run(heartbeat, leader_check, signals, standby=standby)
+            except (ShardLostError, PipeBrokenError) as exc:
+                # A supervisor would take the ends of this process for failures of its own.
+                log.warning("term_ended", reason=str(exc), action="beginning again from the newest checkpoint")
+                launch.require_leader()
+                leader_check, standby = None, False
 
 
 class _Launch:
@@ -115,9 +125,15 @@ class _Launch:
         self._admit()
         self._start(checkpoint)
 
-    def run(self, heartbeat: Heartbeat, leader_check: LeaderCheck | None, *, standby: bool) -> int:
-        """Serve until the end, and return the exit code."""
-        signals = Signals()
+    def require_leader(self) -> None:
+        """Raise FencedError if another server has begun a term after the term of this one."""
+        require_newest_term(self._store, self._term)
+
+    def run(
+        self, heartbeat: Heartbeat, leader_check: LeaderCheck | None, signals: Signals, *, standby: bool
+    ) -> int:  # fmt: skip
+        """Serve until the end, and return the exit code. Raises ShardLostError or PipeBrokenError after all that this
+        method has opened is closed."""
         if self._config.ps.shards == 1:  # otherwise the memory of the model is to be returned
             keep_freed_memory()
         self._open()
@@ -176,7 +192,7 @@ class _Launch:
     def _lead(self, lineage: Lineage, initial: WeightMatch | None, signals: Signals, heartbeat: Heartbeat) -> int:
         """Claim a term, and serve the job in this term."""
         config, services, model = self._config, self._services, self._model
-        term = self._store.claim_term(lineage.newest_term)
+        term = self._term = self._store.claim_term(lineage.newest_term)
         fault_point("ps.after_claim")
         checkpoint = self._newest()  # after the claim no earlier server can add one
         kafka = KafkaChannel(config, services)

@@ -108,13 +108,15 @@ def test_deaths_in_the_gaps_cost_nothing(make_pipeline: MakePipeline, who: str) 
     job.send(job.samples(ROUND * group_size * 8 + 160))
     job.until_finished()
     assert sorted(killed(job)) == sorted(name for name, points in deaths.items() for _ in points)
-    others = [restart for restart in job.restarts if restart.exit_code != -signal.SIGKILL]
-    assert {restart.name for restart in others} == ({"ps"} if who == "shards" else set())
+    assert len(killed(job)) == len(job.restarts)
     report = job.assert_audit_ok()
     assert report.version == updates
     assert report.applied + report.dead == updates * group_size * 8
     assert min(2, len(poison)) <= report.dead <= len(poison)
-    assert report.term == 1 + len(deaths.get("ps", [])) + len(others)
+    lost = (
+        1 if who == "shards" else 0
+    )  # the term of the server whose shards died, or two if they died one after the other
+    assert lost <= report.term - 1 - len(deaths.get("ps", [])) <= 2 * lost
 
 
 def killed(job: Pipeline) -> list[str]:

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+from doll.errors import ServiceUnavailableError
+
 ALIVE_S: Final = 6.0  # a shard that has not renewed its mark for this long counts as lost
+
+
+class PipeBrokenError(ServiceUnavailableError):
+    """Redis has not carried a message. The server and its shards leave the term."""
 
 
 class ServerEnd(Protocol):

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import redis
 
-from doll.errors import ServiceUnavailableError
-from doll.ps.shards.pipes import ALIVE_S
+from doll.ps.shards.pipes import ALIVE_S, PipeBrokenError
 from doll.storage.blobs import key_prefix
 from doll.storage.redis_client import reason_of
 
@@ -28,7 +27,7 @@ _WAIT_S: Final = 1.0
 
 
 class RedisServerEnd:
-    """A `ServerEnd`. Every call may raise ServiceUnavailableError: Redis does not answer."""
+    """A `ServerEnd`. Every call may raise PipeBrokenError."""
 
     def __init__(self, client: redis.Redis, scope: str, shard: int, server: str) -> None:
         """`scope`: identifies the job on this Redis."""
@@ -155,6 +154,6 @@ def _call(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except redis.RedisError as exc:
-        raise ServiceUnavailableError(
+        raise PipeBrokenError(
             f"Redis, through which server and shards send messages, does not answer: {reason_of(exc)}"
         ) from exc

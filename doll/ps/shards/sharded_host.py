@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import JobConfig
-from doll.errors import BlobError, CheckpointError, ConfigError, DollError, ServiceUnavailableError
+from doll.errors import BlobError, CheckpointError, ConfigError, DollError
 from doll.model.slices import Slices
 from doll.optim.optimizer import DivergedError
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
@@ -40,7 +40,7 @@ A = TypeVar("A")
 _WAIT_S: Final = 1.0
 _BEGIN_AGAIN_S: Final = 15.0  # a shard that has taken a Begin and not answered may have ended
 _ERRORS: Final[Mapping[str, type[DollError]]] = {
-    "config": ConfigError, "checkpoint": CheckpointError, "diverged": DivergedError, "service": ServiceUnavailableError,
+    "config": ConfigError, "checkpoint": CheckpointError, "diverged": DivergedError,
 }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ class ShardLostError(DollError):
 class ShardedHost:
     """The model of one term, in shards; see `ModelHost` for its methods. Calls block until all shards have answered.
 
-    Every call may raise ShardLostError, or ServiceUnavailableError if Redis does not answer. Then the host must not be
+    Every call may raise ShardLostError, or PipeBrokenError if Redis does not answer. Then the host must not be
     used any more.
     """
 
