@@ -14,7 +14,7 @@ import torch
 
 from doll.config import JobConfig
 from doll.config.fingerprint import difference
-from doll.errors import CheckpointError, ConfigError
+from doll.errors import CheckpointError, ConfigError, VersionUnknownError
 from doll.kafka.topics import cluster_id
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.model.model_slice import ModelSlice
@@ -119,7 +119,10 @@ class TermOpener:
 
     def _tensors(self, place: tuple[int, int], model: FlatModel, number: int) -> Mapping[str, npt.NDArray[Any]]:
         """Return the tensors of this slice in a checkpoint, also if it has other parts, or none."""
-        head = self._store.read_head(*place)
+        try:
+            head = self._store.read_head(*place)
+        except VersionUnknownError as exc:  # the newest checkpoint is not deleted, except by a person
+            raise CheckpointError(str(exc)) from exc
         if len(head.parts) == len(model.slices):
             return self._store.read_part(*place, head.parts[number]).tensors
         checkpoint = self._store.load_newest(None, place[1])

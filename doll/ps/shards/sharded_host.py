@@ -243,14 +243,16 @@ class ShardedHost:
 
     def gather_parts(self, version: int) -> tuple[CheckpointPart, ...]:
         """Wait until every shard has stored its part of the checkpoint of this version, and return the parts. Another
-        thread than that of the other calls may call this method. Raises CheckpointError if a part is not stored."""
+        thread than that of the other calls may call this method. Raises CheckpointError if a part cannot be stored now,
+        and ShardLostError if it will not be."""
         parts = self._parts.setdefault(version, {})
         for number, end in enumerate(self._ends):
             while number not in parts:
                 data = end.receive_part(_WAIT_S)
                 if data is None:
-                    if self._is_closed.is_set() or not end.is_alive(self._processes[number]):
-                        raise CheckpointError(f"this server or shard {number} has ended before the part was stored")
+                    if self._is_closed.is_set():
+                        raise CheckpointError(f"this server has ended before shard {number} has stored its part")
+                    self._require_alive()
                     continue
                 answer = m.decode_answer(data)
                 if isinstance(answer, m.PartFailed) and answer.version == version:
