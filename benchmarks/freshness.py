@@ -34,7 +34,7 @@ import numpy.typing as npt
 from confluent_kafka import Producer
 from doll.config import JobConfig, dump
 from doll.kafka import topics
-from doll.local.processes import free_port
+from doll.local.processes import free_port, tied
 from doll.local.supervisor import RoleSpec
 
 from benchmarks import results
@@ -84,11 +84,13 @@ def on_this_machine(config: JobConfig, folder: Path) -> Iterator[Place]:
     path.write_text(dump(config), encoding="utf-8")
     doll = [sys.executable, "-m", "doll"]
     with (folder / "up.log").open("wb") as log, (folder / "serve.log").open("wb") as serve_log:
-        up = subprocess.Popen([*doll, "up", path, "--parent-folder", folder / "runs"], stdout=log, stderr=log)
+        command = tied([*doll, "up", str(path), "--parent-folder", str(folder / "runs")])
+        up = subprocess.Popen(command, stdout=log, stderr=log)
         serve = None
         try:
             run = wait_for(lambda: next((folder / "runs").glob("*/stack.json"), None), up, "the job").parent
-            serve = subprocess.Popen([*doll, "serve", run, "--port", str(port)], stdout=serve_log, stderr=serve_log)
+            command = tied([*doll, "serve", str(run), "--port", str(port)])
+            serve = subprocess.Popen(command, stdout=serve_log, stderr=serve_log)
             kafka = json.loads((run / "stack.json").read_text(encoding="utf-8"))["kafka"]
             yield Place(kafka, "127.0.0.1", port, status=[*map(str, [*doll, "status", run, "--json"])])
         finally:

@@ -81,12 +81,31 @@ class CountingBlobs:
         self.moved_bytes += sum(map(len, parts))
         self._store.put(key, parts, ttl_s)
 
+    def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
+        self.moved_bytes += sum(map(len, parts))
+        return bool(self._store.put_soon(key, parts, ttl_s))
+
+    def settle(self) -> None:
+        self._store.settle()
+
+    @property
+    def is_far(self) -> bool:
+        return bool(self._store.is_far)
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        self._store.prefetch(keys)
+
     def reserve(self, size_bytes: int) -> memoryview | None:
         memory: memoryview | None = self._store.reserve(size_bytes)
         return memory
 
     def get(self, key: str) -> Buffer | None:
         blob: Buffer | None = self._store.get(key)
+        self.moved_bytes += len(blob or b"")
+        return blob
+
+    def get_soon(self, key: str) -> Buffer | None:
+        blob: Buffer | None = self._store.get_soon(key)
         self.moved_bytes += len(blob or b"")
         return blob
 
@@ -117,6 +136,7 @@ class Replica:
 
     def __init__(self, numel: int) -> None:
         self.weights = np.zeros(numel, np.float32)
+        self.num_values = numel
 
     def load(self, weights: npt.NDArray[np.float32]) -> None:
         self.weights[:] = weights

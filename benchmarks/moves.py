@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from doll.kafka.reader import Tail
+from doll.local.processes import tied
 from doll.ps.engine.assignment import first_assignment, reassigned
 from doll.records.control import Join, Update
 from doll.run.scale import scale
@@ -100,7 +101,7 @@ def running(job: Path) -> Iterator[Target]:
     """A `doll up` of this job that learns."""
     with (job.parent / "out").open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "doll", "up", str(job), "--parent-folder", str(job.parent / "runs")],
+            tied([sys.executable, "-m", "doll", "up", str(job), "--parent-folder", str(job.parent / "runs")]),
             stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
         )  # fmt: skip
     try:

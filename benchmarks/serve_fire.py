@@ -39,7 +39,7 @@ import torch
 from doll.config import JobConfig, load
 from doll.errors import DollError
 from doll.evaluation.stored_weights import StoredWeights, newest_weights, weights_of
-from doll.local.processes import free_port
+from doll.local.processes import free_port, tied
 from doll.model.flat_model import build
 from doll.ps.tables.bounded_table import CheckpointRows
 from doll.run.folder import RunFolder
@@ -326,12 +326,12 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def started(folder: Path, name: str, *arguments: str, **env: str) -> Iterator[psutil.Popen]:
-    """`doll NAME ...` while the context lasts; its output is in a file."""
+    """`doll NAME ...` while the context lasts, and no longer than this process; its output is in a file."""
     hidden = ("DOLL_KAFKA", "DOLL_REDIS")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     with (folder / f"{name}.log").open("wb") as log:
         process = psutil.Popen(
-            [sys.executable, "-m", "doll", name, *arguments], cwd=folder, stdout=log, stderr=log,
+            tied([sys.executable, "-m", "doll", name, *arguments]), cwd=folder, stdout=log, stderr=log,
             stdin=subprocess.DEVNULL, start_new_session=True, env={**kept, **env},
         )  # fmt: skip
         try:

@@ -277,10 +277,12 @@ class Asking:
 
 @contextlib.contextmanager
 def server(command: list[str], port: int) -> Iterator[psutil.Process]:
-    """A server that listens while the context lasts."""
+    """A server that listens while the context lasts, and no longer than this process."""
     import socket
 
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    from doll.local.processes import tied
+
+    process = subprocess.Popen(tied(command), stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         deadline_s = time.monotonic() + 120
         while True:

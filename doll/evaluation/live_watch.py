@@ -80,7 +80,7 @@ class LiveWatch:
             ServiceUnavailableError: Kafka does not answer.
         """
         now_s = self._clock()
-        if 0 <= self._next_s - now_s <= _AGAIN_S:  # unless the clock was set back
+        if 0 < self._next_s - now_s <= _AGAIN_S:  # unless the clock was set back
             return None
         self._next_s = now_s + _AGAIN_S
         moved = self._look(now_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -30,7 +31,12 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _STALL_S: Final = 30.0
-_AT_ONCE: Final = 128  # partitions read at once: a fetch may return megabytes of each
+_POLL_S: Final = 0.1
+_MESSAGES_AT_ONCE: Final = 1000
+_AT_ONCE: Final = 128  # partitions of which ranges are read at once
+_SPARSE_AT_ONCE: Final = 64  # those after the end of a range are discarded
+# A fetch returns one batch of records at least, whatever the limits are.
+_SPARSE: Final = {"fetch_message_max_bytes": 16_384, "queued_min_messages": 1, "fetch_queue_backoff_ms": 0}
 
 
 class RangeReader:
@@ -43,16 +49,20 @@ class RangeReader:
         self.problems: list[str] = []  # values that are not records of their topic, one sentence each
         self._services = services
         self._stall_s = stall_timeout_s
-        self._consumer: Any = make_consumer(
-            config, services, "read", enable_partition_eof=True,
+        self._make_consumer = partial(
+            make_consumer, config, services, "read", enable_partition_eof=True,
             receive_message_max_bytes=max(batch_limit_bytes(config), 4 * RECORD_LIMIT_BYTES),
         )  # fmt: skip
+        self._consumer: Any = self._make_consumer()
+        self._sparse_consumer: Any = None
 
     def __enter__(self) -> RangeReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._consumer.close()
+        if self._sparse_consumer is not None:
+            self._sparse_consumer.close()
 
     def bounds(self, topic: str, partition: int) -> tuple[int, int]:
         """Return the first offset that is kept, and the offset after the last record."""
@@ -97,7 +107,7 @@ class RangeReader:
         left = deque([(lo, hi)] if lo < hi else ())
         while left:
             unreadable_in: dict[int, Any] = {}
-            yield from self._consume(topic, {partition: left}, unreadable_in)
+            yield from self._consume(topic, {partition: left}, unreadable_in, self._consumer, _MESSAGES_AT_ONCE)
             if partition not in unreadable_in:
                 return
             # The search for the end of the batch replaces the assignment.
@@ -108,12 +118,20 @@ class RangeReader:
             self.problems.append(f"{place}, offsets {first.offset()} to {until - 1} cannot be read: {reason}")
             left = deque([(until, hi)] if until < hi else ())
 
-    def read_together(self, topic: str, ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    def read_together(
+        self, topic: str, ranges: Iterable[tuple[int, int, int]], *, sparse: bool = False
+    ) -> Iterator[tuple[int, int]]:
         """Yield partition and offset of each record that the log holds in these ranges, in order within a partition.
 
         A range is a partition, its first offset, and the offset after its last one. Many partitions are read at once,
-        because reading each of them alone takes the time of a few requests.
+        because reading each of them alone takes the time of a few requests. `sparse`: the ranges are short and far
+        apart. They are read by a consumer that prefetches almost nothing, because a seek discards what was prefetched.
         """
+        consumer, limit = self._consumer, _MESSAGES_AT_ONCE
+        if sparse:
+            if self._sparse_consumer is None:
+                self._sparse_consumer = self._make_consumer(**_SPARSE)
+            consumer, limit = self._sparse_consumer, _SPARSE_AT_ONCE
         by_partition: dict[int, deque[tuple[int, int]]] = {}
         for partition, lo, hi in sorted(ranges):
             if lo < hi:
@@ -122,7 +140,7 @@ class RangeReader:
         for at in range(0, len(numbers), _AT_ONCE):
             unreadable_in: dict[int, Any] = {}
             left = {number: by_partition[number] for number in numbers[at : at + _AT_ONCE]}
-            for message in self._consume(topic, left, unreadable_in):
+            for message in self._consume(topic, left, unreadable_in, consumer, limit):
                 yield message.partition(), message.offset()
             for number in unreadable_in:
                 for lo, hi in by_partition[number]:
@@ -130,9 +148,15 @@ class RangeReader:
                         yield number, offset
 
     def _consume(
-        self, topic: str, ranges: Mapping[int, deque[tuple[int, int]]], unreadable_in: dict[int, Any]
+        self,
+        topic: str,
+        ranges: Mapping[int, deque[tuple[int, int]]],
+        unreadable_in: dict[int, Any],
+        consumer: Any,
+        limit: int,
     ) -> Iterator[Any]:
         """Yield the client's messages in `ranges`, by partition; each part that has been read is removed from `ranges`.
+        `limit`: maximum number of messages to take from the library at once.
 
         At a batch that cannot be read, its partition ends: `unreadable_in` gets the error message, and the part that
         was not read stays in the ranges.
@@ -140,12 +164,12 @@ class RangeReader:
         left = dict(ranges)
         last_message_s = time.monotonic()
         with translate_errors(self._services.kafka, f"let {topic} be read", "correct its permissions, or the address"):
-            self._consumer.assign([TopicPartition(topic, number, own[0][0]) for number, own in left.items()])
+            consumer.assign([TopicPartition(topic, number, own[0][0]) for number, own in left.items()])
             try:
                 while left:
-                    # `consume` returns after this number of records or this time, so the time must be short.
-                    wanted = sum(hi - lo for own in left.values() for lo, hi in own)
-                    messages = self._consumer.consume(min(1000, wanted), 0.1)
+                    # `consume` would wait until it has all messages, or for the whole time.
+                    first = consumer.poll(_POLL_S)
+                    messages = [] if first is None else [first, *consumer.consume(limit - 1, 0)]
                     for message in messages:
                         number, error = message.partition(), message.error()
                         is_end = error is not None and error.code() == KafkaError._PARTITION_EOF
@@ -165,14 +189,14 @@ class RangeReader:
                                 if own[0][0] == own[0][1]:
                                     own.popleft()
                             if own and own[0][0] > max(offset + 1, begin):
-                                self._consumer.seek(TopicPartition(topic, number, own[0][0]))
+                                consumer.seek(TopicPartition(topic, number, own[0][0]))
                         elif is_end or message.offset() >= own[-1][1]:
                             own.clear()
                         else:
                             unreadable_in[number] = message
                         if not own or error is not None:
                             del left[number]
-                            self._consumer.incremental_unassign([TopicPartition(topic, number)])
+                            consumer.incremental_unassign([TopicPartition(topic, number)])
                     if messages:
                         last_message_s = time.monotonic()
                     elif time.monotonic() - last_message_s > self._stall_s:
@@ -184,4 +208,4 @@ class RangeReader:
                             "is the broker running?"
                         )
             finally:
-                self._consumer.unassign()
+                consumer.unassign()

@@ -39,7 +39,8 @@ log = telemetry.get_logger(__name__)
 
 _ATTEMPTS: Final = 3
 _HOLDOUT_RECORDS: Final = 1000  # records whose keys are hashed at once
-_MAX_GAP_RECORDS: Final = 5000  # gaps closer than this are read in one pass, as a seek costs as much
+_MAX_GAP_RECORDS: Final = 200  # gaps closer than this are read in one pass, as a seek costs as much
+_LONG_RECORDS: Final = 5000  # so many records are read faster by a consumer that prefetches, despite the seek to them
 
 
 def audit(config: JobConfig, services: Services, store: CheckpointStore) -> LedgerReport:
@@ -195,8 +196,10 @@ def _present_records(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> 
         else:
             spans.append(gap)
     present = []
-    for partition, offset in reader.read_together(topic, spans):
-        nearest = ordered[bisect_right(ordered, (partition, offset, math.inf)) - 1]
-        if nearest.partition == partition and nearest.lo <= offset < nearest.hi:
-            present.append(Range(partition, offset, offset + 1))
+    for sparse in (True, False):
+        chosen = [span for span in spans if (span.hi - span.lo < _LONG_RECORDS) is sparse]
+        for partition, offset in reader.read_together(topic, chosen, sparse=sparse):
+            nearest = ordered[bisect_right(ordered, (partition, offset, math.inf)) - 1]
+            if nearest.partition == partition and nearest.lo <= offset < nearest.hi:
+                present.append(Range(partition, offset, offset + 1))
     return present

@@ -256,8 +256,12 @@ def test_what_hinders_an_audit_is_said(job: Job, services: Services) -> None:
         audit(job.config, services, job.store.handle("other"))
 
 
-def test_gaps_far_apart_and_near_are_all_looked_up(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("long_records", [2, 5000])
+def test_gaps_far_apart_and_near_are_all_looked_up(
+    job: Job, monkeypatch: pytest.MonkeyPatch, long_records: int
+) -> None:
     monkeypatch.setattr(audit_module, "_MAX_GAP_RECORDS", 3)
+    monkeypatch.setattr(audit_module, "_LONG_RECORDS", long_records)
     job.send("samples", [b"x"] * 24, partition=0)
     job.send("samples", [b"x"] * 24, partition=1)
     job.begin(1)

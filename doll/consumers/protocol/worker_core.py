@@ -284,6 +284,7 @@ class WorkerCore:
         self.retained = self._num_read = 0
         self._new: list[Batch] = []  # not announced, in the order of arrival
         self._granted: set[tuple[int, int]] = set()  # held batches that are granted or applied
+        self._most_at_once = 1  # the most batches of one grant or one push
         self._durable = 0  # the worker's batches below this number are durable
         self._grants = WorkerGrants()  # grants of this server
         self._newest: Grant | None = None  # this server's grant with the newest weights
@@ -319,9 +320,9 @@ class WorkerCore:
         """Add the next batch of a partition, which is complete and decoded. Raise ValueError if it is not the next
         batch.
 
-        The batch is announced immediately if no batch is being computed, or if the server has only few announced
-        batches left to grant. Otherwise, the batch is announced in the next tick together with further batches, because
-        one message for each batch would cost more than the wait.
+        The batch is announced immediately if the server has only few announced batches left to grant. Otherwise, the
+        batch is announced in the next tick together with further batches, because one message for each batch would cost
+        more than the wait.
         """
         self.hold(batch)
         partition = self.served[batch.partition]
@@ -468,6 +469,7 @@ class WorkerCore:
             return [self._nack(grant, "batch")]
         self._granted.update(grant.batches)
         self._newest = self.newest(grant)
+        self._most_at_once = max(self._most_at_once, len(grant.grant_ids))
         answers, orders = self._grants.take(grant)
         return [*map(Send, answers), *(self._compute(order, run) for order, run in orders)]
 
@@ -597,6 +599,7 @@ class WorkerCore:
             market=self.market, holds_back=done.holds_back, is_on_its_way=done.is_on_its_way, absent=done.absent,
         )  # fmt: skip
         self._held_back_until = batches[-1].batch + 1 if done.holds_back else 0
+        self._most_at_once = max(self._most_at_once, len(batches))
         self._grants.answer(push)
         return [*self._announce_if_few(), Send(push)]
 
@@ -658,7 +661,9 @@ class WorkerCore:
     def _announce_if_few(self) -> list[WorkerAction]:
         """Announce new batches, unless the server has enough announced batches until the next tick."""
         waiting = self.retained - len(self._new) - len(self._granted)
-        return [] if self.busy and waiting >= _ENOUGH_ANNOUNCED else self.announce()
+        # A worker without a grant may keep the server waiting, if a group takes many batches of each worker at once.
+        enough = _ENOUGH_ANNOUNCED if self.busy else max(_ENOUGH_ANNOUNCED, 2 * self._most_at_once)
+        return [] if waiting >= enough else self.announce()
 
     def announce(self) -> list[WorkerAction]:
         if self.draining or not self._new:

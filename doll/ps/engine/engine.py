@@ -507,7 +507,10 @@ class Engine(EngineState):
                 self._grants.note_change(worker)
             if self._grants.changed:
                 self._report_changes()
-            if not any(rule() for rule in (rules if self.stopping is None else rules[:1])):  # at the end: rests only
+            for rule in rules if self.stopping is None else rules[:1]:  # at the end: rests only
+                if rule():
+                    break
+            else:
                 break
         self._send_all_grants()
         if self._grants.changed:

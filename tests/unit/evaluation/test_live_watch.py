@@ -29,7 +29,7 @@ class Samples:
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(1)
-        self.slope, self.count, self.begun, self.is_away = 1.0, 100, 0, False
+        self.slope, self.count, self.begun, self.taken, self.is_away = 1.0, 100, 0, 0, False
 
     def begin(self) -> None:
         self.begun += 1
@@ -37,6 +37,7 @@ class Samples:
     def take(self, task: Task, most: int) -> SampleBatch:
         if self.is_away:
             raise ServiceUnavailableError("Kafka is away")
+        self.taken += 1
         x = self._rng.normal(size=(min(self.count, most), 2)).astype(np.float32)
         y = self.slope * (x[:, 0] - x[:, 1]) + self._rng.normal(0, 0.3, len(x)).astype(np.float32)
         return SampleBatch(x, y.astype(np.float32))
@@ -162,3 +163,14 @@ def test_a_version_that_is_watched_keeps_the_alias_for_a_while_by_default() -> N
     ):
         job = "job: j\ntask: {class: 'm:T'}\ndata: {workers: 1, batch_size: 1}"
         assert parse(job, [f"versions={section}"]).versions.min_interval_s == seconds
+
+
+def test_it_looks_in_each_second_also_at_whole_seconds(tmp_path: Path) -> None:
+    rig = LiveRig(tmp_path, 0.8, 0.95)
+    rig.looks(1)  # begins with the pair
+    taken = rig.samples.taken
+    rig.looks(5)
+    assert rig.samples.taken == taken + 5
+    rig.now_s += 0.5
+    assert rig.watch.look() is None
+    assert rig.samples.taken == taken + 5, "less than a second has passed"

@@ -181,7 +181,8 @@ def test_a_range_is_read_with_headers_and_ends_at_its_end(config: JobConfig, ser
         assert list(reader.records(config.topic("updates"), (Hello,))) == []
 
 
-def test_ranges_of_many_partitions_are_read_together(services: Services, job_name: str) -> None:
+@pytest.mark.parametrize("sparse", [False, True])
+def test_ranges_of_many_partitions_are_read_together(services: Services, job_name: str, sparse: bool) -> None:
     """With compacted and aborted records there are gaps in all of them: each range ends, wherever the log goes on."""
     config = parse(f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 40}}\n")
     topics.ensure(config, services)
@@ -193,9 +194,9 @@ def test_ranges_of_many_partitions_are_read_together(services: Services, job_nam
         assert publisher.flush(60.0) == 0
     ranges = [(number, lo, min(lo + 2, 3 * number)) for number in range(40) for lo in (0, 5, 40, 100)]
     with RangeReader(config, services) as reader:
-        offsets = list(reader.read_together(samples, ranges))
+        offsets = list(reader.read_together(samples, ranges, sparse=sparse))
         assert sorted(offsets) == [(number, at) for number, lo, hi in ranges for at in range(lo, hi)]
-        assert list(reader.read_together(samples, [(39, 100, 200), (0, 0, 5), (7, 3, 3)])) == [
+        assert list(reader.read_together(samples, [(39, 100, 200), (0, 0, 5), (7, 3, 3)], sparse=sparse)) == [
             (39, at) for at in range(100, 117)
         ]
         assert [offset for offset, _ in reader.read(samples, 39, 115, 117)] == [115, 116], "and one by itself again"

@@ -309,21 +309,33 @@ def test_batches_of_one_moment_are_announced_together() -> None:
 def test_where_the_server_has_enough_announcements_wait_for_the_tick() -> None:
     """A message for each batch would cost broker and server more than it brings."""
     core = WorkerCore(welcome(next_batch=0), max_pending=32, now=0.0)
-    for number in range(9):
-        core.batch_ready(batch(number))
+    for number in range(8):
+        assert core.batch_ready(batch(number)) == announced(number, number + 1)
+    assert core.batch_ready(batch(8)) == [], "also if it waits for a grant: it has enough batches for the next one"
     core.on_record(grant(0), 1.0)
-    assert core.batch_ready(batch(9)) == core.batch_ready(batch(10)) == []
-    assert core.tick(0.5) == announced(9, 11)
+    assert core.batch_ready(batch(9)) == announced(8, 10), "7 are left"
+    assert core.batch_ready(batch(10)) == core.batch_ready(batch(11)) == []
+    assert core.tick(0.5) == announced(10, 12)
     assert core.tick(0.6) == []
-    for number in (1, 2, 3):
-        core.on_record(grant(number, number + 1), 1.0)
-    assert core.batch_ready(batch(11)) == announced(11, 12), "7 are left"
+
+
+def test_a_worker_without_a_grant_announces_twice_as_many_batches_as_the_server_takes_at_once() -> None:
+    core = WorkerCore(welcome(next_batch=0), max_pending=32, now=0.0)
+    for number in range(8):
+        core.batch_ready(batch(number))
+    order = grant(0, *range(1, 9))
+    core.on_record(order, 1.0)
+    core.gradient_done(order, tuple(map(batch, range(8))), replace(DONE, batches=(COMPUTED,) * 8), 1.0)
+    for number in range(8, 24):
+        assert core.batch_ready(batch(number)) == announced(number, number + 1)
+    assert core.batch_ready(batch(24)) == [], "16 wait: enough for two such grants"
 
 
 def test_few_announced_batches_are_followed_by_more_with_the_push() -> None:
     core = WorkerCore(welcome(next_batch=0), max_pending=32, now=0.0)
     for number in range(9):
-        core.batch_ready(batch(number))
+        core.hold(batch(number))
+    assert core.announce() == announced(0, 9)
     core.on_record(grant(0), 1.0)
     assert core.batch_ready(batch(9)) == []
     core.on_record(grant(1, 2), 1.0)
