@@ -1,0 +1,289 @@
+"""Links over TCP, between stages on different machines: authenticated, limited, and ended when the peer is dead (ADR
+0140).
+
+Before a connection becomes a link, both ends prove that they know the run's secret (HMAC-SHA256 over two nonces), and
+the end that has connected claims a place. Until then a connection gets a fixed number of bytes and a few seconds. The
+data that follow are neither encrypted nor signed: the network between the machines must be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import queue
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from doll.errors import ConfigError, DollError
+from doll.pipeline.links.link import StageLink
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+HANDSHAKE_S: Final = 5.0
+MAX_HANDSHAKES: Final = 16  # at once; a further connection ends the oldest one
+SECRET_BYTES: Final = 32
+_MAGIC: Final = b"dst1"
+_NONCE_BYTES: Final = 32
+_MAC_BYTES: Final = 32
+_MAX_TEXT_BYTES: Final = 1024
+_SIZE: Final = struct.Struct("<H")
+_BACKLOG: Final = 16
+_MAX_NUMBER: Final = 1 << 20
+
+
+class LinkRefusedError(DollError):
+    """A stage cannot be reached, does not know the run's secret, or refuses the connection."""
+
+
+class Address(msgspec.Struct, frozen=True):
+    """The address at which a stage listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a connection is for.
+
+    Attributes:
+        worker, stage: place of the stage that is connected to.
+        gang: name of the gang, which is new for each process of a worker.
+        is_control: whether it is the link to the worker; otherwise it is the link to the stage before, or to the worker
+            at the first stage.
+    """
+
+    job: str
+    worker: int
+    stage: int
+    gang: str
+    is_control: bool
+
+
+_claims: msgspec.msgpack.Decoder[Claim] = msgspec.msgpack.Decoder(Claim)
+
+
+def parse_address(text: str) -> Address:
+    """Return the address of `host:port`. Raise ConfigError if `text` has another form, or names no single host."""
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(f"--listen: expected HOST:PORT, such as 10.0.0.3:7400 (port 0: any free port), got {text!r}")
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_unspecified:
+            raise ConfigError(f"--listen: expected an address of this machine that the worker can reach, got {text!r}")
+    return Address(host, int(port))
+
+
+def link_of(connection: socket.socket, silent_s: float) -> StageLink:
+    """Return the link of an authenticated connection. It ends when the other machine does not answer for `silent_s`,
+    and when the other end takes nothing, or stops in the middle of a message, for so long."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probe_s = max(1, int(silent_s / 4))
+    for name, value in (
+        ("TCP_KEEPIDLE", probe_s), ("TCP_KEEPINTVL", probe_s), ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", int(1000 * silent_s)),
+    ):  # fmt: skip
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    link = StageLink(connection)
+    link.limit_sending(silent_s)
+    link.limit_receiving(silent_s)
+    return link
+
+
+def connect(address: Address, secret: bytes, claim: Claim, silent_s: float) -> StageLink:
+    """Connect to a stage and claim a place there.
+
+    Args:
+        silent_s: as in `link_of`.
+
+    Raises:
+        LinkRefusedError: the stage cannot be reached, does not prove that it knows the secret, or refuses the claim.
+    """
+    until_s = time.monotonic() + HANDSHAKE_S
+    connection: socket.socket | None = None
+    try:
+        connection = socket.create_connection((address.host, address.port), HANDSHAKE_S)
+        own = secrets.token_bytes(_NONCE_BYTES)
+        _write(connection, _MAGIC + own, until_s)
+        answer = _read(connection, len(_MAGIC) + _NONCE_BYTES + _MAC_BYTES, until_s)
+        theirs, proof = answer[len(_MAGIC) : -_MAC_BYTES], answer[-_MAC_BYTES:]
+        if answer[: len(_MAGIC)] != _MAGIC or not hmac.compare_digest(proof, _mac(secret, b"stage", own, theirs)):
+            raise LinkRefusedError(f"what listens at {address} does not know the secret of this run")
+        _write_text(connection, msgspec.msgpack.encode(claim), secret, b"claim", own, theirs, until_s)
+        if reason := _read_text(connection, secret, b"answer", own, theirs, until_s):
+            raise LinkRefusedError(f"the stage at {address} refuses: {reason.decode(errors='replace')}")
+        return link_of(connection, silent_s)
+    except BaseException as exc:
+        if connection is not None:
+            connection.close()
+        if isinstance(exc, OSError | _HandshakeError):
+            raise LinkRefusedError(f"no stage answers at {address}: {exc}") from exc
+        raise
+
+
+class Door:
+    """A listening socket of a stage. Connections that pass the handshake, and whose claim is admitted, become links.
+
+    Attributes:
+        address: address at which it listens, with the port that the system chose if none was given.
+        links: the links of admitted claims, in order.
+        refused: number of refused connections.
+    """
+
+    def __init__(
+        self, listen: Address, secret: Callable[[], bytes], admit: Callable[[Claim], str], *, silent_s: float,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            secret: function that returns the secret of the run.
+            admit: function that takes the place of a claim, and returns "", or the reason why it cannot. One thread at
+                a time calls it.
+            silent_s: as in `link_of`.
+
+        Raises:
+            ConfigError: this machine does not have the address, or the port is in use.
+        """
+        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((listen.host, listen.port), family=family, backlog=_BACKLOG)
+        except OSError as exc:
+            raise ConfigError(f"--listen: cannot listen at {listen}: {exc.strerror or exc}") from exc
+        self.address = Address(listen.host, self._socket.getsockname()[1])
+        self.links: queue.SimpleQueue[tuple[Claim, StageLink]] = queue.SimpleQueue()
+        self.refused = 0
+        self._secret, self._admit = secret, admit
+        self._silent_s, self._handshake_s = silent_s, handshake_s
+        self._lock = threading.Lock()
+        self._pending: deque[socket.socket] = deque()
+        threading.Thread(target=self._accept, name="door", daemon=True).start()
+
+    def close(self) -> None:
+        """Refuse all further connections, and close links that were not taken from `links`. May be called again."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
+        with self._lock:
+            for connection in self._pending:
+                _end(connection)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.links.get_nowait()[1].close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, peer = self._socket.accept()
+            except OSError:
+                return  # closed
+            with self._lock:
+                # The oldest one has had the longest time; the processes of a gang need milliseconds.
+                if len(self._pending) >= MAX_HANDSHAKES:
+                    _end(self._pending.popleft())
+                self._pending.append(connection)
+            threading.Thread(target=self._greet, args=(connection, str(peer[0])), name="greets", daemon=True).start()
+
+    def _greet(self, connection: socket.socket, peer: str) -> None:
+        try:
+            claim = self._authenticate(connection)
+        except (OSError, _HandshakeError) as exc:
+            with self._lock:
+                self.refused += 1
+            log.warning("stage_connection_refused", peer=peer, reason=str(exc), refused=self.refused)
+            connection.close()
+        else:
+            self.links.put((claim, link_of(connection, self._silent_s)))
+        finally:
+            with self._lock, contextlib.suppress(ValueError):
+                self._pending.remove(connection)
+
+    def _authenticate(self, connection: socket.socket) -> Claim:
+        until_s = time.monotonic() + self._handshake_s
+        hello = _read(connection, len(_MAGIC) + _NONCE_BYTES, until_s)
+        if hello[: len(_MAGIC)] != _MAGIC:
+            raise _HandshakeError(f"expected a process of this job and release, got {hello[: len(_MAGIC)]!r}")
+        theirs, own = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE_BYTES)
+        secret = self._secret()
+        _write(connection, _MAGIC + own + _mac(secret, b"stage", theirs, own), until_s)
+        text = _read_text(connection, secret, b"claim", theirs, own, until_s)
+        try:
+            claim = _claims.decode(text)
+        except msgspec.DecodeError as exc:
+            raise _HandshakeError(f"expected a claim: {exc}") from exc
+        with self._lock:
+            reason = self._admit(claim)
+        _write_text(connection, reason.encode()[:_MAX_TEXT_BYTES], secret, b"answer", theirs, own, until_s)
+        if reason:
+            raise _HandshakeError(reason)
+        return claim
+
+
+class _HandshakeError(DollError):
+    """The other end did not complete the handshake."""
+
+
+def _mac(secret: bytes, label: bytes, *parts: bytes) -> bytes:
+    """Return the proof of one step. Each step has its own label, so that no proof of one end serves the other."""
+    return hmac.digest(secret, label + b"".join(parts), "sha256")
+
+
+def _write_text(
+    connection: socket.socket, text: bytes, secret: bytes, label: bytes, first: bytes, second: bytes, until_s: float
+) -> None:
+    _write(connection, _SIZE.pack(len(text)) + text + _mac(secret, label, first, second, text), until_s)
+
+
+def _read_text(
+    connection: socket.socket, secret: bytes, label: bytes, first: bytes, second: bytes, until_s: float
+) -> bytes:
+    (size,) = _SIZE.unpack(_read(connection, _SIZE.size, until_s))
+    if size > _MAX_TEXT_BYTES:
+        raise _HandshakeError(f"expected at most {_MAX_TEXT_BYTES} bytes, got {size}")
+    text, proof = _read(connection, size, until_s), _read(connection, _MAC_BYTES, until_s)
+    if not hmac.compare_digest(proof, _mac(secret, label, first, second, text)):
+        raise _HandshakeError("the other end does not know the secret of this run")
+    return text
+
+
+def _write(connection: socket.socket, data: bytes, until_s: float) -> None:
+    connection.settimeout(_left(until_s))
+    connection.sendall(data)
+
+
+def _read(connection: socket.socket, size: int, until_s: float) -> bytes:
+    """Read `size` bytes. The limit is for all of them: a sender of single bytes does not get more time."""
+    data = b""
+    while len(data) < size:
+        connection.settimeout(_left(until_s))
+        part = connection.recv(size - len(data))
+        if not part:
+            raise _HandshakeError("the other end has closed the connection")
+        data += part
+    return data
+
+
+def _left(until_s: float) -> float:
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise _HandshakeError("the handshake took too long")
+    return left_s
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
