@@ -146,7 +146,8 @@ def assigned_port(config: JobConfig, process: str) -> int | None:
     if config.health.base_port is None:
         return None
     kind, _, number = process.rpartition("-")
-    if kind == "joiner" or process == "lineage":  # the ports do not allow any number of joiners; none is left
+    # The ports do not allow any number of joiners or stages; none is left.
+    if kind == "joiner" or kind.startswith("stage") or process == "lineage":
         return None
     offset = _FIRST_WORKER + int(number) if kind == "worker" else _OFFSETS[process]
     return config.health.base_port + offset

@@ -38,7 +38,7 @@ _MAC_BYTES: Final = 32
 _MAX_TEXT_BYTES: Final = 1024
 _SIZE: Final = struct.Struct("<H")
 _BACKLOG: Final = 16
-_MAX_NUMBER: Final = 1 << 20
+_PAUSE_S: Final = 0.1
 
 
 class LinkRefusedError(DollError):
@@ -131,7 +131,7 @@ def connect(address: Address, secret: bytes, claim: Claim, silent_s: float) -> S
     except BaseException as exc:
         if connection is not None:
             connection.close()
-        if isinstance(exc, OSError | _HandshakeError):
+        if isinstance(exc, OSError | OverflowError | UnicodeError | _HandshakeError):  # also of a bad host or port
             raise LinkRefusedError(f"no stage answers at {address}: {exc}") from exc
         raise
 
@@ -169,12 +169,13 @@ class Door:
         self.refused = 0
         self._secret, self._admit = secret, admit
         self._silent_s, self._handshake_s = silent_s, handshake_s
-        self._lock = threading.Lock()
+        self._lock, self._is_closed = threading.Lock(), threading.Event()
         self._pending: deque[socket.socket] = deque()
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
     def close(self) -> None:
         """Refuse all further connections, and close links that were not taken from `links`. May be called again."""
+        self._is_closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._socket.close()
@@ -190,7 +191,9 @@ class Door:
             try:
                 connection, peer = self._socket.accept()
             except OSError:
-                return  # closed
+                if self._is_closed.wait(_PAUSE_S):
+                    return
+                continue  # the connection has gone, or this process has too many open files for now
             with self._lock:
                 # The oldest one has had the longest time; the processes of a gang need milliseconds.
                 if len(self._pending) >= MAX_HANDSHAKES:

@@ -183,6 +183,12 @@ def test_nobody_listens() -> None:
         connect(address, SECRET, CLAIM, SILENT_S)
 
 
+@pytest.mark.parametrize("address", [Address("127.0.0.1", 1 << 40), Address("a" * 300, 1), Address("\u2603..", 1)])
+def test_an_impossible_address(address: Address) -> None:
+    with pytest.raises(LinkRefusedError, match="no stage answers at"):
+        connect(address, SECRET, CLAIM, SILENT_S)
+
+
 def test_a_closed_door_refuses_and_its_links_stay(make_door: Callable[..., Door]) -> None:
     door = make_door()
     link = connect(door.address, SECRET, CLAIM, SILENT_S)
