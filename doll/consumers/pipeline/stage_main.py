@@ -117,6 +117,7 @@ class StageSeat:
         self._worker, self._stage, self._listen = worker, stage, listen
         self._left, self._finished = threading.Event(), threading.Event()
         self._gang, self._has_chain = "", False
+        self._admitted_links: dict[bool, StageLink] = {}  # by `Claim.is_control`
         self._process: StageProcess | None = None
         self._secret = b""
         assert config.worker.pipeline is not None
@@ -216,11 +217,19 @@ class StageSeat:
                     log.warning("redis_unavailable", reason=reason, action="waiting")
                     said = reason
             with contextlib.suppress(queue.Empty):
-                return door.links.get(timeout=OFFER_EVERY_S)[1]
+                return self._admitted(door, OFFER_EVERY_S, is_control=True)
             if self._gang:  # whoever has claimed this place is in its handshake, or gone: then this process ends
-                return door.links.get(timeout=HANDSHAKE_S)[1]
+                return self._admitted(door, HANDSHAKE_S, is_control=True)
             waiting_for(f"worker {self._worker}, to take this stage; {door.refused} connections refused")
         return None
+
+    def _admitted(self, door: Door, within_s: float, *, is_control: bool) -> StageLink:
+        """Return one of the two admitted links; they may come in any order. Raise Empty if it does not come in time."""
+        until_s = time.monotonic() + within_s
+        while is_control not in self._admitted_links:
+            claim, link = door.links.get(timeout=max(0.0, until_s - time.monotonic()))
+            self._admitted_links[claim.is_control] = link
+        return self._admitted_links[is_control]
 
     def _connect(self, door: Door, control: StageLink) -> tuple[Links, tuple[str, ...]]:
         """Return the links of this stage, and its layers as the worker has cut the model."""
@@ -234,7 +243,7 @@ class StageSeat:
         if begin.port:
             claim = Claim(self._config.job, self._worker, self._stage + 1, self._gang, is_control=False)
             following = connect(Address(begin.host, begin.port), self._secret, claim, silent_s)
-        before = door.links.get(timeout=max(0.0, until_s - time.monotonic()))[1]
+        before = self._admitted(door, until_s - time.monotonic(), is_control=False)
         return Links(control, before, following), begin.layers
 
 
