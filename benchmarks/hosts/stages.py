@@ -89,6 +89,7 @@ def inject(job: RunningJob, plan: Sequence[StageFault], say: Callable[[str], Non
     for number, fault in enumerate(plan, 1):
         before, handle = len(job.updates), job.supervisor.handles().get(fault.host)
         children = [] if handle is None else children_of(handle.pid)
+        job.supervisor.reset_failures("worker-0")  # it ends with its stage
         if handle is not None and fault.kind == "kill the machine":
             job.supervisor.reset_failures(fault.host)
             handle.kill()

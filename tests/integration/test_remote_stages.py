@@ -148,7 +148,7 @@ def test_three_hosts_compute_the_bits_of_one_machine(tmp_path: Path) -> None:
         timeout=500, cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(ROOT)])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads((tmp_path / "pushes.json").read_text())
     pushes = result["pushes"]
     assert pushes["here"] == pushes["apart"]
     assert len(set(pushes["here"])) == 5

@@ -1,4 +1,4 @@
-"""A program: trains with three stages on this machine, and on three hosts, and prints what was pushed as JSON.
+"""A program that trains with three stages on this machine, and on three hosts, and writes FOLDER/pushes.json.
 
 python stages_apart.py FOLDER
 """
@@ -40,7 +40,8 @@ def main(folder: Path) -> None:
         packets = network.counts()
         apart.engine.close()
         apart.reap()
-    sys.stdout.write(json.dumps({"pushes": pushes, "packets": packets, "addresses": list(map(str, apart.addresses))}))
+    result = {"pushes": pushes, "packets": packets, "addresses": list(map(str, apart.addresses))}
+    (folder / "pushes.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
