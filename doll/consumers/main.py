@@ -39,8 +39,8 @@ from doll.consumers.intake.dead_letters import DeadLetters, Decoder
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.lifecycle.spot_notices import watch_spot_notices
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
-from doll.consumers.pipeline.remote_stages import gather
-from doll.consumers.pipeline.stage_processes import GangOfStages, cut_model, is_limited, start_stages
+from doll.consumers.pipeline.remote_stages import RemoteStages, gather
+from doll.consumers.pipeline.stage_processes import StageProcesses, cut_model, is_limited, start_stages
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.tables.row_client import RowClient
@@ -119,7 +119,7 @@ class Stages(NamedTuple):
     task: Task
     model: FlatModel
     parts: list[list[Layer]]
-    processes: GangOfStages
+    processes: StageProcesses | RemoteStages
 
     @classmethod
     def start(cls, config: JobConfig, worker: int) -> Stages:

@@ -129,7 +129,7 @@ def test_a_stage_of_another_kind_of_job_is_refused(
         ((), "expected a job with worker.pipeline.remote: true"),
         ((*remote, "--stage", "2"), "stage 0 to 1 (worker.pipeline.stages), got worker 0 and stage 2"),
         ((*remote, "--worker", "7"), "expected worker 0 to 0 (data.max_workers)"),
-        ((*remote, "--listen", "0.0.0.0:0"), "expected an address of this machine that the worker can reach"),
+        ((*remote, "--listen", "0.0.0.0:0"), "expected HOST:PORT of this machine, as the worker reaches it"),
         ((*remote, "--listen", "192.0.2.1:0"), "cannot listen at 192.0.2.1:0"),
     ):
         done = doll("stage", "job.yaml", *more, cwd=tmp_path, **env)

@@ -29,7 +29,8 @@ from doll.consumers.compute.gradient_engine import GoesOn, batch_seed
 from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
 from doll.consumers.lifecycle.departure import Departure
-from doll.consumers.pipeline.stage_processes import GangOfStages, StageLostError, failure
+from doll.consumers.pipeline.remote_stages import RemoteStages
+from doll.consumers.pipeline.stage_processes import StageLostError, StageProcesses, failure
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import TaskError
 from doll.model.random_numbers import draw_from
@@ -97,7 +98,7 @@ class PipelineGradientEngine:
     """The `GradientEngine` that uses stages."""
 
     def __init__(
-        self, config: JobConfig, stages: GangOfStages, *, guard: Guard, computer: GradientComputer,
+        self, config: JobConfig, stages: StageProcesses | RemoteStages, *, guard: Guard, computer: GradientComputer,
         compressor: Compressor, blobs: Blobs, dead_letters: DeadLetters, departure: Departure, task_log: TaskLog,
         check: Callable[..., None], task: Task, scope: str = "",
     ) -> None:  # fmt: skip

@@ -34,7 +34,7 @@ from doll.pipeline.links.frames import LinkFrameError
 from doll.pipeline.links.link import LinkClosedError, StageLink, socket_pair
 from doll.pipeline.links.tcp import Address, Claim, LinkRefusedError, connect
 from doll.pipeline.profiling.layers import Layer
-from doll.pipeline.runtime.messages import Begin, Part, Pulled, StageAlive, StopStage, WorkerAlive, decode, encode
+from doll.pipeline.runtime.messages import Begin, Part, StageAlive, StopStage, decode, encode
 from doll.pipeline.runtime.stage_process import ALIVE_EVERY_S, SharedVectors, checked_part
 from doll.pipeline.runtime.vectors import PIECE, VectorFile
 from doll.services import Services
@@ -45,7 +45,7 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _RETRY_S: Final = 0.2
-_ALIVE: Final = encode(WorkerAlive())
+_ALIVE: Final = encode(StageAlive(stage=-1))
 
 
 class RemoteStages:
@@ -119,7 +119,7 @@ class RemoteStages:
                     for first, length in ranges:
                         for at in range(first, first + length, PIECE):
                             link.send(encode(Part(at=at)), [self._pulled[at : min(at + PIECE, first + length)]])
-                    link.send(encode(Pulled(term=term, version=version)))
+                    link.send(encode(Part(at=0, term=term, version=version)), [self._pulled[:0]])
         except LinkClosedError:
             pass  # the other thread learns it, too
 

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NoReturn, Protocol
+from typing import Final, NoReturn
 
 import torch
 
@@ -49,35 +49,6 @@ _SEGMENT_BYTES: Final = 64 * 1024 * 1024  # address space; unused pages take no 
 
 class StageLostError(DollError):
     """A stage has ended or does not run any more. Its virtual worker therefore ends, too."""
-
-
-class GangOfStages(Protocol):
-    """The running stages of one virtual worker, as its engine uses them."""
-
-    @property
-    def controls(self) -> tuple[StageLink, ...]:
-        """The links to the stages, one to each."""
-
-    @property
-    def chain(self) -> StageLink:
-        """The link to the first stage."""
-
-    @property
-    def shared(self) -> SharedVectors:
-        """The vectors of the whole model."""
-
-    def name_of(self, number: int) -> str:
-        """Return the name of a stage, for messages."""
-
-    def deliver(self, term: int, version: int) -> None:
-        """Make the weights of this version, which are in the shared file, available to all stages."""
-
-    def why_closed(self, number: int) -> DollError:
-        """Return the error that explains why the link to this stage, or to the first stage, is closed. The result is a
-        TaskError if a stage has reported that the task is at fault, otherwise a StageLostError."""
-
-    def close(self) -> None:
-        """End the stages' work for this worker. This method may be called again."""
 
 
 def failure(message: Failed) -> DollError:
@@ -170,7 +141,8 @@ class StageProcesses:
         """Do nothing: forked stages read the shared file."""
 
     def why_closed(self, number: int) -> DollError:
-        """Return the error of `GangOfStages`."""
+        """Return the error that explains why the link to this stage, or to the first stage, is closed. The result is a
+        TaskError if a stage has reported that the task is at fault, otherwise a StageLostError."""
         at, how = self.first_end(number)
         return reported(self.controls) or StageLostError(f"{self.name_of(at)} {how}: its worker ends with it")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import queue
 import secrets
 import socket
@@ -37,8 +36,8 @@ _NONCE_BYTES: Final = 32
 _MAC_BYTES: Final = 32
 _MAX_TEXT_BYTES: Final = 1024
 _SIZE: Final = struct.Struct("<H")
-_BACKLOG: Final = 16
 _PAUSE_S: Final = 0.1
+_EVERYWHERE: Final = ("0.0.0.0", "::", "[::]", "")  # refused: they name no machine to the worker
 
 
 class LinkRefusedError(DollError):
@@ -52,7 +51,7 @@ class Address(msgspec.Struct, frozen=True):
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return f"{self.host}:{self.port}"
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -78,19 +77,17 @@ _claims: msgspec.msgpack.Decoder[Claim] = msgspec.msgpack.Decoder(Claim)
 def parse_address(text: str) -> Address:
     """Return the address of `host:port`. Raise ConfigError if `text` has another form, or names no single host."""
     host, _, port = text.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        raise ConfigError(f"--listen: expected HOST:PORT, such as 10.0.0.3:7400 (port 0: any free port), got {text!r}")
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_unspecified:
-            raise ConfigError(f"--listen: expected an address of this machine that the worker can reach, got {text!r}")
+    if host in _EVERYWHERE or ":" in host or not port.isdecimal() or int(port) > 65_535:
+        raise ConfigError(
+            "--listen: expected HOST:PORT of this machine, as the worker reaches it, such as 10.0.0.3:7400 (port 0: "
+            f"any free port), got {text!r}"
+        )
     return Address(host, int(port))
 
 
 def link_of(connection: socket.socket, silent_s: float) -> StageLink:
     """Return the link of an authenticated connection. It ends when the other machine does not answer for `silent_s`,
     and when the other end takes nothing, or stops in the middle of a message, for so long."""
-    connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     probe_s = max(1, int(silent_s / 4))
     for name, value in (
@@ -106,26 +103,20 @@ def link_of(connection: socket.socket, silent_s: float) -> StageLink:
 
 
 def connect(address: Address, secret: bytes, claim: Claim, silent_s: float) -> StageLink:
-    """Connect to a stage and claim a place there.
-
-    Args:
-        silent_s: as in `link_of`.
-
-    Raises:
-        LinkRefusedError: the stage cannot be reached, does not prove that it knows the secret, or refuses the claim.
-    """
-    until_s = time.monotonic() + HANDSHAKE_S
+    """Connect to a stage and claim a place there; `silent_s` as in `link_of`. Raise LinkRefusedError if the stage
+    cannot be reached, does not prove that it knows the secret, or refuses the claim."""
     connection: socket.socket | None = None
     try:
         connection = socket.create_connection((address.host, address.port), HANDSHAKE_S)
-        own = secrets.token_bytes(_NONCE_BYTES)
-        _write(connection, _MAGIC + own, until_s)
-        answer = _read(connection, len(_MAGIC) + _NONCE_BYTES + _MAC_BYTES, until_s)
-        theirs, proof = answer[len(_MAGIC) : -_MAC_BYTES], answer[-_MAC_BYTES:]
-        if answer[: len(_MAGIC)] != _MAGIC or not hmac.compare_digest(proof, _mac(secret, b"stage", own, theirs)):
-            raise LinkRefusedError(f"what listens at {address} does not know the secret of this run")
-        _write_text(connection, msgspec.msgpack.encode(claim), secret, b"claim", own, theirs, until_s)
-        if reason := _read_text(connection, secret, b"answer", own, theirs, until_s):
+        hands = _Handshake(connection, HANDSHAKE_S)
+        hands.nonces = secrets.token_bytes(_NONCE_BYTES)
+        hands.write(_MAGIC + hands.nonces)
+        if hands.read(len(_MAGIC)) != _MAGIC:
+            raise _HandshakeError("it is no stage of this release")
+        hands.nonces += hands.read(_NONCE_BYTES)
+        hands.read_text(secret, b"stage")
+        hands.write_text(secret, b"claim", msgspec.msgpack.encode(claim))
+        if reason := hands.read_text(secret, b"answer"):
             raise LinkRefusedError(f"the stage at {address} refuses: {reason.decode(errors='replace')}")
         return link_of(connection, silent_s)
     except BaseException as exc:
@@ -141,7 +132,7 @@ class Door:
 
     Attributes:
         address: address at which it listens, with the port that the system chose if none was given.
-        links: the links of admitted claims, in order.
+        links: the links of admitted claims.
         refused: number of refused connections.
     """
 
@@ -159,9 +150,8 @@ class Door:
         Raises:
             ConfigError: this machine does not have the address, or the port is in use.
         """
-        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
         try:
-            self._socket = socket.create_server((listen.host, listen.port), family=family, backlog=_BACKLOG)
+            self._socket = socket.create_server((listen.host, listen.port), backlog=MAX_HANDSHAKES)
         except OSError as exc:
             raise ConfigError(f"--listen: cannot listen at {listen}: {exc.strerror or exc}") from exc
         self.address = Address(listen.host, self._socket.getsockname()[1])
@@ -176,8 +166,7 @@ class Door:
     def close(self) -> None:
         """Refuse all further connections, and close links that were not taken from `links`. May be called again."""
         self._is_closed.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        _end(self._socket)  # wakes the thread that accepts
         self._socket.close()
         with self._lock:
             for connection in self._pending:
@@ -203,34 +192,32 @@ class Door:
 
     def _greet(self, connection: socket.socket, peer: str) -> None:
         try:
-            claim = self._authenticate(connection)
+            self.links.put((self._authenticate(connection), link_of(connection, self._silent_s)))
         except (OSError, _HandshakeError) as exc:
             with self._lock:
                 self.refused += 1
             log.warning("stage_connection_refused", peer=peer, reason=str(exc), refused=self.refused)
             connection.close()
-        else:
-            self.links.put((claim, link_of(connection, self._silent_s)))
         finally:
             with self._lock, contextlib.suppress(ValueError):
                 self._pending.remove(connection)
 
     def _authenticate(self, connection: socket.socket) -> Claim:
-        until_s = time.monotonic() + self._handshake_s
-        hello = _read(connection, len(_MAGIC) + _NONCE_BYTES, until_s)
-        if hello[: len(_MAGIC)] != _MAGIC:
-            raise _HandshakeError(f"expected a process of this job and release, got {hello[: len(_MAGIC)]!r}")
-        theirs, own = hello[len(_MAGIC) :], secrets.token_bytes(_NONCE_BYTES)
+        hands = _Handshake(connection, self._handshake_s)
+        if (magic := hands.read(len(_MAGIC))) != _MAGIC:
+            raise _HandshakeError(f"expected a process of this job and release, got {magic!r}")
+        own = secrets.token_bytes(_NONCE_BYTES)
+        hands.nonces = hands.read(_NONCE_BYTES) + own
         secret = self._secret()
-        _write(connection, _MAGIC + own + _mac(secret, b"stage", theirs, own), until_s)
-        text = _read_text(connection, secret, b"claim", theirs, own, until_s)
+        hands.write(_MAGIC + own)
+        hands.write_text(secret, b"stage", b"")
         try:
-            claim = _claims.decode(text)
+            claim = _claims.decode(hands.read_text(secret, b"claim"))
         except msgspec.DecodeError as exc:
             raise _HandshakeError(f"expected a claim: {exc}") from exc
         with self._lock:
             reason = self._admit(claim)
-        _write_text(connection, reason.encode()[:_MAX_TEXT_BYTES], secret, b"answer", theirs, own, until_s)
+        hands.write_text(secret, b"answer", reason.encode()[:_MAX_TEXT_BYTES])
         if reason:
             raise _HandshakeError(reason)
         return claim
@@ -240,51 +227,47 @@ class _HandshakeError(DollError):
     """The other end did not complete the handshake."""
 
 
-def _mac(secret: bytes, label: bytes, *parts: bytes) -> bytes:
-    """Return the proof of one step. Each step has its own label, so that no proof of one end serves the other."""
-    return hmac.digest(secret, label + b"".join(parts), "sha256")
+class _Handshake:
+    """What both ends do before a link begins. The time limit is for all of it: a sender of single bytes does not get
+    more time. Each text is followed by its proof, with a label of its own, so that no proof serves for another step."""
 
+    def __init__(self, connection: socket.socket, within_s: float) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection, self._until_s = connection, time.monotonic() + within_s
+        self.nonces = b""  # of the end that has connected, then of the stage
 
-def _write_text(
-    connection: socket.socket, text: bytes, secret: bytes, label: bytes, first: bytes, second: bytes, until_s: float
-) -> None:
-    _write(connection, _SIZE.pack(len(text)) + text + _mac(secret, label, first, second, text), until_s)
+    def write(self, data: bytes) -> None:
+        self._limit()
+        self._connection.sendall(data)
 
+    def read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            self._limit()
+            part = self._connection.recv(size - len(data))
+            if not part:
+                raise _HandshakeError("the other end has closed the connection")
+            data += part
+        return data
 
-def _read_text(
-    connection: socket.socket, secret: bytes, label: bytes, first: bytes, second: bytes, until_s: float
-) -> bytes:
-    (size,) = _SIZE.unpack(_read(connection, _SIZE.size, until_s))
-    if size > _MAX_TEXT_BYTES:
-        raise _HandshakeError(f"expected at most {_MAX_TEXT_BYTES} bytes, got {size}")
-    text, proof = _read(connection, size, until_s), _read(connection, _MAC_BYTES, until_s)
-    if not hmac.compare_digest(proof, _mac(secret, label, first, second, text)):
-        raise _HandshakeError("the other end does not know the secret of this run")
-    return text
+    def write_text(self, secret: bytes, label: bytes, text: bytes) -> None:
+        proof = hmac.digest(secret, label + self.nonces + text, "sha256")
+        self.write(_SIZE.pack(len(text)) + text + proof)
 
+    def read_text(self, secret: bytes, label: bytes) -> bytes:
+        (size,) = _SIZE.unpack(self.read(_SIZE.size))
+        if size > _MAX_TEXT_BYTES:
+            raise _HandshakeError(f"expected at most {_MAX_TEXT_BYTES} bytes, got {size}")
+        text, proof = self.read(size), self.read(_MAC_BYTES)
+        if not hmac.compare_digest(proof, hmac.digest(secret, label + self.nonces + text, "sha256")):
+            raise _HandshakeError("the other end does not know the secret of this run")
+        return text
 
-def _write(connection: socket.socket, data: bytes, until_s: float) -> None:
-    connection.settimeout(_left(until_s))
-    connection.sendall(data)
-
-
-def _read(connection: socket.socket, size: int, until_s: float) -> bytes:
-    """Read `size` bytes. The limit is for all of them: a sender of single bytes does not get more time."""
-    data = b""
-    while len(data) < size:
-        connection.settimeout(_left(until_s))
-        part = connection.recv(size - len(data))
-        if not part:
-            raise _HandshakeError("the other end has closed the connection")
-        data += part
-    return data
-
-
-def _left(until_s: float) -> float:
-    left_s = until_s - time.monotonic()
-    if left_s <= 0:
-        raise _HandshakeError("the handshake took too long")
-    return left_s
+    def _limit(self) -> None:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise _HandshakeError("the handshake took too long")
+        self._connection.settimeout(left_s)
 
 
 def _end(connection: socket.socket) -> None:

@@ -148,24 +148,16 @@ class Begin(_Message, frozen=True):
 
 
 class Part(_Message, frozen=True):
-    """Values of the model's vector from position `at` on, for or from a stage on another machine.
+    """Values of the model's vector from position `at` on, for or from a stage on another machine: an array of float32,
+    shape (n,). From a stage, `Stored` follows the last part.
 
-    The array is float32, shape (n,). To a stage, it is a part of pulled weights; `Pulled` follows the last part. From a
-    stage, it is a part of what `StageOrders` asks for; `Stored` follows the last part.
+    Attributes:
+        term, version: to a stage, the pulled weights that are complete with this part; -1: they are not.
     """
 
     at: int
-
-
-class Pulled(_Message, frozen=True):
-    """The parts before this message are the stage's weights of this version."""
-
-    term: int
-    version: int
-
-
-class WorkerAlive(_Message, frozen=True):
-    """The worker's process runs. Sent to stages on other machines, which it cannot end."""
+    term: int = -1
+    version: int = -1
 
 
 class Ready(_Message, frozen=True):
@@ -196,6 +188,8 @@ class Stored(_Message, frozen=True):
 
 
 class StageAlive(_Message, frozen=True):
+    """The process of this stage runs. A worker sends it back to stages on other machines: its own process runs."""
+
     stage: int
 
 
@@ -216,7 +210,7 @@ class Failed(_Message, frozen=True):
 
 
 Down: TypeAlias = Forward | StageOrders
-ToStage: TypeAlias = StopStage | Begin | Part | Pulled | WorkerAlive
+ToStage: TypeAlias = StopStage | Begin | Part | StageAlive
 FromStage: TypeAlias = Ready | Adopted | Part | Stored | StageAlive | Leaving | Failed
 AnyMessage: TypeAlias = Down | Backward | ToStage | FromStage
 

@@ -32,14 +32,12 @@ from doll.pipeline.runtime.messages import (
     Leaving,
     Part,
     Payload,
-    Pulled,
     Ready,
     StageAlive,
     StageOrders,
     StageTask,
     StopStage,
     Stored,
-    WorkerAlive,
     decode,
     encode,
     rest_of,
@@ -95,14 +93,12 @@ class RemoteVectors:
         for part in pieces(0, len(values)):
             self._control.send(encode(Part(at=at + part.start)), [values[part].cpu().numpy()])
 
-    def receive(self, message: AnyMessage, arrays: Sequence[Array]) -> None:
-        """Take a message of the worker. Raise ValueError if a part is not inside the vector."""
-        if isinstance(message, Part):
-            self.pulled.write(message.at, torch.from_numpy(checked_part(message, arrays, self._numel)))
-        elif isinstance(message, Pulled):
-            with self._lock:
-                self._arrived = (message.term, message.version)
-                self._lock.notify_all()
+    def receive(self, message: Part, arrays: Sequence[Array]) -> None:
+        """Take a part of pulled weights. Raise ValueError if it is not inside the vector."""
+        self.pulled.write(message.at, torch.from_numpy(checked_part(message, arrays, self._numel)))
+        with self._lock:
+            self._arrived = (message.term, message.version)
+            self._lock.notify_all()
 
     def wait_for(self, term: int, version: int) -> bool:
         """Wait until the weights of this version are in `pulled`; return False if the links end before."""
@@ -211,9 +207,9 @@ class StageProcess:
                         message = decode(header)
                         if key.fileobj is self._links.control:
                             heard_s = time.monotonic()
-                        if isinstance(self._shared, RemoteVectors) and isinstance(message, Part | Pulled):
+                        if isinstance(self._shared, RemoteVectors) and isinstance(message, Part):
                             self._shared.receive(message, arrays)
-                        elif not isinstance(message, WorkerAlive):
+                        elif not isinstance(message, StageAlive):
                             self._inbox.put((message, arrays))
                     if time.monotonic() - alive_at_s >= ALIVE_EVERY_S:
                         alive_at_s = time.monotonic()

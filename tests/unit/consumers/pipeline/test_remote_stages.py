@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from doll.consumers.pipeline.remote_stages import RemoteStages, form_gang
+from doll.consumers.pipeline.stage_main import StageSeat
 from doll.consumers.pipeline.stage_processes import StageLostError, cut_model
 from doll.errors import ConfigError, TaskError
 from doll.pipeline.links.link import LinkClosedError
@@ -154,6 +157,17 @@ def test_a_worker_that_claims_and_does_not_begin_frees_the_stage(make_rig: Calla
         link.receive()
     os.waitpid(rig.pids.pop(), 0)
     link.close()
+
+
+def test_links_of_a_stage_may_come_in_any_order(make_rig: Callable[..., Any]) -> None:
+    rig = make_rig(RemoteRig, 1, 1, *OVERRIDES)
+    seat: Any = StageSeat(rig.config, None, rig.task, rig.model, [], 0, 0, rig.addresses[0])  # type: ignore[arg-type]
+    links: Any = queue.SimpleQueue()
+    for is_control in (False, True):
+        links.put((Claim("unit", 0, 0, "gang", is_control), f"link {is_control}"))
+    door = SimpleNamespace(links=links)
+    assert seat._admitted(door, WAIT_TIMEOUT_S, is_control=True) == "link True"
+    assert seat._admitted(door, WAIT_TIMEOUT_S, is_control=False) == "link False"
 
 
 def test_a_worker_that_vanishes_after_its_claim_frees_the_stage(make_rig: Callable[..., Any]) -> None:

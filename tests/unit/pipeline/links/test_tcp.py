@@ -99,9 +99,10 @@ def test_a_claim_without_its_proof_is_refused(make_door: Callable[..., Door]) ->
     """A stranger that knows the form of the messages, and repeats the proof of the stage."""
     door = make_door()
     with capture_logs() as logs, stranger(door, b"dst1" + bytes(32)) as connection:
-        answer = connection.recv(68, socket.MSG_WAITALL)
+        connection.settimeout(None)  # with a limit, `recv` returns less
+        answer = connection.recv(70, socket.MSG_WAITALL)
         text = b"\x95\xa3job\x00\x01\xa4gang\xc3"
-        connection.sendall(struct.pack("<H", len(text)) + text + answer[36:])
+        connection.sendall(struct.pack("<H", len(text)) + text + answer[38:])
         assert is_ended(connection)
         until(lambda: door.refused == 1, "the count of refused connections")
     assert "does not know the secret of this run" in logs[-1]["reason"]
@@ -165,7 +166,7 @@ def test_a_server_that_does_not_know_the_secret_gets_no_claim() -> None:
             connection, _ = server.accept()
             with connection:
                 connection.recv(36, socket.MSG_WAITALL)
-                connection.sendall(b"dst1" + bytes(64))
+                connection.sendall(b"dst1" + bytes(66))
                 got.append(connection.recv(100))
 
         thread = threading.Thread(target=answer)
@@ -214,19 +215,16 @@ def test_a_dead_machine_is_noticed_by_the_kernel(make_door: Callable[..., Door])
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("10.0.0.3:7400", Address("10.0.0.3", 7400)),
-        ("host-1:0", Address("host-1", 0)),
-        ("[::1]:80", Address("::1", 80)),
-    ],
+    ("text", "expected"), [("10.0.0.3:7400", Address("10.0.0.3", 7400)), ("host-1:0", Address("host-1", 0))]
 )
 def test_addresses(text: str, expected: Address) -> None:
     assert parse_address(text) == expected
     assert str(expected) == text
 
 
-@pytest.mark.parametrize("text", ["", ":7400", "host", "host:", "host:-1", "host:65536", "0.0.0.0:7400", "[::]:7400"])
+@pytest.mark.parametrize(
+    "text", ["", ":7400", "host", "host:", "host:-1", "host:65536", "0.0.0.0:7400", "[::]:7400", "::1:7"]
+)
 def test_what_is_no_address_of_one_machine_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--listen: expected"):
         parse_address(text)
