@@ -55,7 +55,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a connection is for.
+    """The purpose of a connection.
 
     Attributes:
         worker, stage: place of the stage that is connected to.
@@ -228,8 +228,11 @@ class _HandshakeError(DollError):
 
 
 class _Handshake:
-    """What both ends do before a link begins. The time limit is for all of it: a sender of single bytes does not get
-    more time. Each text is followed by its proof, with a label of its own, so that no proof serves for another step."""
+    """The steps of both ends before a link begins.
+
+    The time limit is for all of them: a sender of single bytes does not get more time. Each text is followed by its
+    proof, with a label of its own, so that no proof serves for another step.
+    """
 
     def __init__(self, connection: socket.socket, within_s: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
