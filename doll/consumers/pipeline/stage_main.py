@@ -130,7 +130,7 @@ class StageSeat:
             self._process.leave_within(self._config.worker.drain_s, "sigterm")
 
     def serve(self) -> int:
-        """Return 0 if the job has ended or this process has to leave, and `_NEXT_GANG` if the gang has ended."""
+        """Return 0 if the job has ended, and `_NEXT_GANG` if the gang has ended or this process had to leave."""
         config, services = self._config, self._services
         if has_finished(config, services, self._left.is_set):
             log.info("job_finished", action="no place is offered")
@@ -142,7 +142,7 @@ class StageSeat:
         ):
             places = StagePlaces(client, scope_of(config.job, cluster_id(config, services)))
             self.serve_gang(places, heartbeat.set_waiting_for)
-            return 0 if self._is_over else _NEXT_GANG
+            return 0 if self._finished.is_set() else _NEXT_GANG
 
     @property
     def _is_over(self) -> bool:
