@@ -31,12 +31,15 @@ SERVICES: Final = ("kafka", "redis")
 _POOL_RECORDS: Final = 4096
 _POLL_S: Final = 0.1
 _ROLES: Final = "doll.run.local.roles"
+_STOPS: Final = ("worker-*", "stage-*", "server")
 _ON_HOST: Final = "benchmarks.hosts.network:role_on_host"
 
 
-def host_names(workers: int) -> tuple[str, ...]:
+def host_names(workers: int, stages: int = 0) -> tuple[str, ...]:
     """A host for each role and service, and one for whoever looks on."""
-    return (OPERATOR, *SERVICES, "server", *(f"worker-{number}" for number in range(workers)))
+    numbers = range(workers)
+    apart = (f"stage-{number}-{stage}" for number in numbers for stage in range(stages))
+    return (OPERATOR, *SERVICES, "server", *(f"worker-{number}" for number in numbers), *apart)
 
 
 def paced_job(name: str, policy: Mapping[str, Any], *, workers: int, batch_s: float, **sections: Any) -> JobConfig:
@@ -112,13 +115,14 @@ class RunningJob:
         path.write_text(jobfile.dump(self.config), encoding="utf-8")
         topic = Partition(self.config.topic("updates"))
         self._tail = self._open.enter_context(Reader(self.config, self.site.services, "hosts", [topic], from_end))
-        self._open.callback(self.supervisor.stop, ("worker-*", "server"))
+        self._open.callback(self.supervisor.stop, _STOPS)
         services = self.site.services
         arguments = [str(path), services.kafka, services.redis, str(self.folder)]
         try:
             self._start("server", self._targets["ps"], arguments)
             for number in range(self.config.data.workers):
                 self._start(f"worker-{number}", self._targets["worker"], [*arguments, number])
+                self._start_stages(number, arguments)
         except BaseException:
             self._open.close()
             raise
@@ -126,6 +130,14 @@ class RunningJob:
 
     def __exit__(self, *exc: object) -> None:
         self._open.close()
+
+    def _start_stages(self, worker: int, arguments: Sequence[Any]) -> None:
+        """The stages of a worker, each on the host of its name, if they are processes of their own."""
+        pipeline = self.config.worker.pipeline
+        for stage in range(pipeline.stages if pipeline is not None and pipeline.remote else 0):
+            host = f"stage-{worker}-{stage}"
+            listen = f"{self.site.network.address(host)}:0"
+            self._start(host, f"{_ROLES}:stage_role", [*arguments, worker, stage, listen])
 
     def _start(self, host: str, target: str, arguments: Sequence[Any]) -> None:
         log_path = self.folder / "logs" / f"{host}.log"
@@ -173,5 +185,5 @@ class RunningJob:
 
     def stop(self) -> LedgerReport:
         """End the roles, workers first, and audit what is durable."""
-        self.supervisor.stop(("worker-*", "server"), grace_s=30.0)
+        self.supervisor.stop(_STOPS, grace_s=30.0)
         return audit(self.config, self.site.services, open_store(self.config, self.folder))

@@ -44,6 +44,7 @@ _COMMANDS: Final = {
     "versions": Listed(_LOOK, "List, compare and name the versions of a job.", "versions:versions_app"),
     "ps": Listed(_ROLES, "Run the parameter server of a job.", "roles:ps"),
     "worker": Listed(_ROLES, "Run worker n of a job.", "roles:worker"),
+    "stage": Listed(_ROLES, "Run a stage of a worker that is a pipeline.", "roles:stage"),
     "produce": Listed(_ROLES, "Send a job's source to its topic.", "roles:produce"),
     "join": Listed(_ROLES, "Join features and labels into a job's topic.", "roles:join"),
     "shard": Listed(_ROLES, "Hold a slice of a large model, for the parameter server.", "roles:shard"),

@@ -115,6 +115,36 @@ def worker(
     raise typer.Exit(JobProcess.alone(job_target, f"worker-{slot}").worker(slot))
 
 
+def stage(
+    job: JobOptions,
+    slot: Annotated[int, typer.Option("--worker", envvar="DOLL_WORKER", min=0, help="Worker of this stage.")] = 0,
+    stage_number: Annotated[
+        int, typer.Option("--stage", envvar="DOLL_STAGE", min=0, help="Number of this stage, from 0.")
+    ] = 0,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", envvar="DOLL_LISTEN",
+            help="Address of this machine for the links of the pipeline; port 0: any free port.",
+        ),
+    ] = "127.0.0.1:0",
+    run_folder: RunFolderOption = None,
+) -> None:  # fmt: skip
+    """Run one stage of a worker, for a job with worker.pipeline.remote: true. The worker finds it through Redis.
+
+    The stage serves one process of its worker after the other. Links are authenticated by a secret in the run's Redis,
+    but are not encrypted: use a network that you trust.
+
+    Exit code 0: the job has ended, or the stage received SIGTERM.
+
+    Example: doll stage --job my.yaml --worker 0 --stage 2 --listen 10.0.0.3:7400
+    """
+    from doll.run.local.roles import JobProcess
+
+    process = JobProcess.alone(job.target(run_folder), f"stage-{slot}-{stage_number}")
+    raise typer.Exit(process.stage(slot, stage_number, listen))
+
+
 def ps(
     job: JobOptions,
     run_folder: RunFolderOption = None,

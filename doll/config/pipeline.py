@@ -52,6 +52,9 @@ class PipelineConfig(Section):
     """names of the layers of each stage, instead of an automatic choice; `doll profile` lists the names"""
     stage_timeout_s: PositiveFloat = Field(default=8.0, ge=2, le=3600)
     """a stage that is silent for this long is considered failed, and so is its worker"""
+    remote: bool = False
+    """whether each stage is a process `doll stage`, on any machine; default: each worker starts its stages on its own
+    machine"""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

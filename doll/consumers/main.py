@@ -39,7 +39,8 @@ from doll.consumers.intake.dead_letters import DeadLetters, Decoder
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.lifecycle.spot_notices import watch_spot_notices
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
-from doll.consumers.pipeline.stage_processes import StageProcesses, is_limited, start_stages
+from doll.consumers.pipeline.remote_stages import RemoteStages, gather
+from doll.consumers.pipeline.stage_processes import StageProcesses, cut_model, is_limited, start_stages
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.tables.row_client import RowClient
@@ -54,7 +55,7 @@ from doll.model.devices import resolve
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.model.random_numbers import draw_from
 from doll.optim.row_optimizer import row_optimizers
-from doll.pipeline.planner.cut import check_with_samples, cut
+from doll.pipeline.planner.cut import check_with_samples
 from doll.pipeline.planner.measured import TaskLog
 from doll.pipeline.profiling.layers import Layer
 from doll.process.data_limit import DataLimit, out_of_memory
@@ -117,14 +118,12 @@ class Stages(NamedTuple):
     task: Task
     model: FlatModel
     parts: list[list[Layer]]
-    processes: StageProcesses
+    processes: StageProcesses | RemoteStages
 
     @classmethod
     def start(cls, config: JobConfig, worker: int) -> Stages:
         """Fork the stages of one worker."""
-        task = load_task(config)
-        model = build(config, task, with_rows=False, in_files=is_limited(config, worker))
-        parts = cut(config, task, model.module, worker)
+        task, model, parts = cut_model(config, worker)
         in_flight = config.training.policy.batches_per_push
         return cls(task, model, parts, start_stages(config, task, model, parts, worker, in_flight=in_flight))
 
@@ -145,7 +144,9 @@ class _WorkerProcess:
         """Work until the end of the job. Return the exit code, as `run_worker` does."""
         config = self._config
         self._stages: Stages | None = None
-        if config.worker.pipeline is not None:  # forked first, while this process has one thread and no connection
+        pipeline = config.worker.pipeline
+        if pipeline is not None and not pipeline.remote:
+            # Forked first, while this process has one thread and no connection.
             self._stages = Stages.start(config, self._worker)
         try:
             with (
@@ -158,12 +159,26 @@ class _WorkerProcess:
                 with self._limit.lifted():
                     require_services(config, self._services)
                     topics.check(config, self._services)
+                if pipeline is not None and pipeline.remote and not self._gather():
+                    return 0
                 self._prepare(self._stages)
                 _wait_for_boot(booted_s, self._departure)
                 return self._join_and_work()
         finally:
             if self._stages is not None:
                 self._stages.processes.close()
+
+    def _gather(self) -> bool:
+        """Form a gang of stages on other machines. Return False if this process must not work."""
+        config, worker = self._config, self._worker
+        task, model, parts = cut_model(config, worker)
+        with self._limit.lifted():
+            processes = gather(
+                config, self._services, worker, model, parts, give_up=self._departure,
+                waiting_for=self._heartbeat.set_waiting_for,
+            )  # fmt: skip
+        self._stages = None if processes is None else Stages(task, model, parts, processes)
+        return processes is not None
 
     def _prepare(self, stages: Stages | None) -> None:
         """Create the task, its model, the gradient computer, and a channel to Kafka."""

@@ -146,7 +146,8 @@ def assigned_port(config: JobConfig, process: str) -> int | None:
     if config.health.base_port is None:
         return None
     kind, _, number = process.rpartition("-")
-    if kind in ("joiner", "shard") or process in ("lineage", "shard"):  # no ports are left for these
+    # The ports do not allow any number of joiners, shards or stages; none is left.
+    if kind in ("joiner", "shard") or kind.startswith("stage") or process in ("lineage", "shard"):
         return None
     offset = _FIRST_WORKER + int(number) if kind == "worker" else _OFFSETS[process]
     return config.health.base_port + offset

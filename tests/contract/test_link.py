@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doll.pipeline.links import frames
+from doll.pipeline.links import frames, tcp
 from doll.pipeline.links.frames import MAX_ARRAYS, MAX_HEADER_BYTES, Array, LinkFrameError
 from doll.pipeline.links.link import LinkClosedError, StageLink, shared_pair, socket_pair
+from doll.pipeline.links.tcp import Address, Claim
 from waiting import WAIT_TIMEOUT_S
 
 BIG = 12_500_000  # numbers of 4 bytes: far more than the buffers of any socket
@@ -33,6 +34,18 @@ def tcp_pair(max_message_bytes: int = 1 << 30) -> Pair:
     return StageLink(one, max_message_bytes), StageLink(other, max_message_bytes)
 
 
+def authenticated_pair(max_message_bytes: int = 1 << 30) -> Pair:
+    """Both ends of a connection that has passed the handshake of `doll.pipeline.links.tcp`."""
+    secret = b"s" * tcp.SECRET_BYTES
+    door = tcp.Door(Address("127.0.0.1", 0), lambda: secret, lambda claim: "", silent_s=2 * WAIT_TIMEOUT_S)
+    one = tcp.connect(door.address, secret, Claim("job", 0, 1, "gang", False), 2 * WAIT_TIMEOUT_S)
+    _, other = door.links.get(timeout=WAIT_TIMEOUT_S)
+    door.close()
+    for end in (one, other):
+        end._max_message_bytes = max_message_bytes
+    return one, other
+
+
 def small_shared_pair(max_message_bytes: int = 1 << 30) -> Pair:
     """Everything that fits goes into segments, which are few and too small for the big messages."""
     return shared_pair(3, 1 << 20, max_message_bytes, min_bytes=0)
@@ -46,6 +59,7 @@ def large_shared_pair(max_message_bytes: int = 1 << 30) -> Pair:
 PAIRS: dict[str, Callable[..., Pair]] = {
     "unix": socket_pair,
     "tcp": tcp_pair,
+    "authenticated tcp": authenticated_pair,
     "small segments": small_shared_pair,
     "large segments": large_shared_pair,
 }
@@ -317,6 +331,28 @@ def test_a_sender_that_may_not_wait_ends_the_link(pair: Pair) -> None:
         pair[0].send(b"next")
     with pytest.raises(LinkClosedError, match="in the middle of a message"):
         pair[1].receive()
+
+
+def test_a_receiver_that_may_not_wait_ends_the_link(pair: Pair) -> None:
+    pair[1].limit_receiving(0.05)
+    with pytest.raises(LinkClosedError, match="it has sent nothing for as long as a receiver waits"):
+        pair[1].receive()
+    with pytest.raises(LinkClosedError):
+        pair[1].receive()
+    with pytest.raises(LinkClosedError, match="which is gone"):
+        pair[0].receive()
+
+
+def test_a_message_that_may_not_wait_is_sent_or_left_out(pair: Pair, pool: ThreadPoolExecutor) -> None:
+    assert pair[0].try_send(b"now")
+    assert pair[1].receive() == (b"now", [])
+    sender = pool.submit(pair[0].send, b"", [HUGE])
+    select.select([pair[1].fileno()], [], [])  # the sender has begun
+    assert not pair[0].try_send(b"never")
+    assert_same(pair[1].receive()[1], [HUGE])
+    sender.result(WAIT_TIMEOUT_S)
+    pair[0].close()
+    assert not pair[0].try_send(b"never")
 
 
 # --- processes that die

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -20,9 +22,13 @@ from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import DecodedBatch
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
-from doll.consumers.pipeline.stage_processes import start_stages
+from doll.consumers.pipeline.remote_stages import form_gang
+from doll.consumers.pipeline.stage_main import StageSeat
+from doll.consumers.pipeline.stage_processes import cut_model, start_stages
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.model.flat_model import build
+from doll.pipeline.links import tcp
+from doll.pipeline.links.tcp import Address, parse_address
 from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.pipeline.planner.measured import TaskLog
 from doll.records.control import NewVersion
@@ -70,7 +76,7 @@ class Rig:
         self.model = build(self.config, self.task)
         self.first_weights = self.model.flat.detach().numpy().copy()
         parts = cut(self.config, self.task, self.model.module, 0)
-        self.stages = start_stages(self.config, self.task, self.model, parts, 0, in_flight=in_flight)
+        self.stages = self.start_stages(parts, in_flight)
         self.blobs, self.refusals = MemoryBlobs(), Refusals()
         self.departure = Departure(end_within=lambda seconds, code: None)
         computer = GradientComputer(self.task, self.model)
@@ -83,6 +89,9 @@ class Rig:
         )  # fmt: skip
         self.term = 1
         self.wanted: Callable[[int, int], bool] = lambda batch, grant_id: True
+
+    def start_stages(self, parts: Any, in_flight: int) -> Any:
+        return start_stages(self.config, self.task, self.model, parts, 0, in_flight=in_flight)
 
     def publish(self, version: int, included: int, values: Array | None = None) -> NewVersion:
         key = f"doll:unit:w:{self.term}:{version}"
@@ -122,6 +131,83 @@ class Rig:
         model = build(self.config, self.task)
         computer = GradientComputer(self.task, model)
         return StepModel("unit", self.blobs, self.config.training, model, computer)
+
+
+class KnownPlaces:
+    """`StagePlaces` without Redis: a secret that is known, and offers that a parent process reads from a pipe."""
+
+    def __init__(self, secret: bytes, fd: int) -> None:
+        self._secret, self._fd, self._is_said = secret, fd, False
+
+    def secret(self) -> bytes:
+        return self._secret
+
+    def offer(self, worker: int, stage: int, address: Address) -> None:
+        if not self._is_said:
+            os.write(self._fd, f"{address}\n".encode())
+            self._is_said = True
+
+
+class RemoteRig(Rig):
+    """A `Rig` whose stages are `StageSeat`s, each in a process that has built the model itself, connected by TCP.
+
+    Attributes:
+        pids: processes of the stages. `reap` waits for their ends.
+        addresses: where they listen.
+    """
+
+    SECRET = b"s" * tcp.SECRET_BYTES
+
+    def start_stages(self, parts: Any, in_flight: int) -> Any:
+        self.pids: list[int] = []
+        self.addresses: list[Address] = []
+        for stage in range(len(parts)):
+            self.launch(stage)
+        return form_gang(self.config, self.SECRET, 0, self.model, parts, self.addresses)
+
+    def launch(self, stage: int, config: Any = None) -> None:
+        """Start a stage that serves one gang."""
+        reads, writes = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(reads)
+                config = self.config if config is None else config
+                task, model, parts = cut_model(config, 0)
+                seat = StageSeat(config, None, task, model, parts[stage], 0, stage, self.place(stage))  # type: ignore[arg-type]
+                signal.signal(signal.SIGTERM, lambda *_: seat.terminate())
+                seat.serve_gang(KnownPlaces(self.SECRET, writes), lambda what: None)  # type: ignore[arg-type]
+            finally:
+                os._exit(0)
+        os.close(writes)
+        with os.fdopen(reads) as said:
+            self.addresses.append(parse_address(said.readline().strip()))
+        self.pids.append(pid)
+
+    def place(self, stage: int) -> Address:
+        """Where a stage listens; called in its process."""
+        return Address("127.0.0.1", 0)
+
+    def reap(self) -> None:
+        """Wait until all stages have ended."""
+        for pid in self.pids:
+            os.waitpid(pid, 0)
+
+
+def trained(rig: Rig) -> list[str]:
+    """What is pushed for four waves of four batches on four versions, each of which contains the own steps before it;
+    then for a wave under another server, whose version has a number that was used before. In hexadecimal."""
+    pushes: list[Array] = []
+    values = rig.first_weights
+    for version in range(1, 5):
+        weights = rig.publish(version, 4 * (version - 1), values)
+        answers = [answer(rig.submit(number, weights)) for number in range(4 * (version - 1), 4 * version)]
+        pushes.append(rig.pushed(answers[-1]))
+        values = values + pushes[-1]
+    rig.term += 1
+    weights = rig.publish(4, 16, np.float32(0.5) * values)
+    answers = [answer(rig.submit(number, weights)) for number in range(16, 20)]
+    return [push.tobytes().hex() for push in (*pushes, rig.pushed(answers[-1]))]
 
 
 def first_offset(number: int) -> int:

@@ -29,6 +29,7 @@ from doll.consumers.compute.gradient_engine import GoesOn, batch_seed
 from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
 from doll.consumers.lifecycle.departure import Departure
+from doll.consumers.pipeline.remote_stages import RemoteStages
 from doll.consumers.pipeline.stage_processes import StageLostError, StageProcesses, failure
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import TaskError
@@ -97,7 +98,7 @@ class PipelineGradientEngine:
     """The `GradientEngine` that uses stages."""
 
     def __init__(
-        self, config: JobConfig, stages: StageProcesses, *, guard: Guard, computer: GradientComputer,
+        self, config: JobConfig, stages: StageProcesses | RemoteStages, *, guard: Guard, computer: GradientComputer,
         compressor: Compressor, blobs: Blobs, dead_letters: DeadLetters, departure: Departure, task_log: TaskLog,
         check: Callable[..., None], task: Task, scope: str = "",
     ) -> None:  # fmt: skip
@@ -138,7 +139,7 @@ class PipelineGradientEngine:
         self._storing: vw.Wave | None = None
         self._rest: tuple[int, Future[GradientDone]] | None = None  # the batch below which it is, and the answer
         self._completed_s = time.monotonic()
-        self._heard_s = [time.monotonic()] * len(stages.pids)
+        self._heard_s = [time.monotonic()] * len(stages.controls)
         self._calls: deque[tuple[Callable[[], None], Future[Any] | None]] = deque()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -277,7 +278,7 @@ class PipelineGradientEngine:
         for number, heard_s in enumerate(self._heard_s):
             if now - heard_s > self._stage_timeout_s:
                 raise StageLostError(
-                    f"stage {number + 1} (pid {self._stages.pids[number]}) has been silent for {now - heard_s:.0f} s "
+                    f"{self._stages.name_of(number)} has been silent for {now - heard_s:.0f} s "
                     "(worker.pipeline.stage_timeout_s): its worker ends with it"
                 )
 
@@ -301,7 +302,7 @@ class PipelineGradientEngine:
         """Record the answer of this stage, and return whether all stages have answered."""
         have = self._answers.setdefault((what, which), set())
         have.add(stage)
-        if len(have) < len(self._stages.pids):
+        if len(have) < len(self._stages.controls):
             return False
         del self._answers[what, which]
         return True
@@ -338,7 +339,7 @@ class PipelineGradientEngine:
         except Exception as exc:  # the user's collate may raise anything
             problem = f"{type(exc).__name__}: {exc}"[:MAX_REASON_CHARS]
             # The orders in the message are sent without the minibatch.
-            rest = messages.StageOrders(commits=message.commits, version=message.version, included=message.included)
+            rest = messages.rest_of(message)
             self._send_down(rest, [])
             self._returned.append(
                 messages.Backward(
@@ -366,6 +367,7 @@ class PipelineGradientEngine:
         values = stored_weights(self._blobs, weights.key, slices, job=self._scope, version=weights.version)
         if values is not None:
             self._pulled[:] = values  # all stages have read the earlier weights that they needed
+            self._stages.deliver(weights.term, weights.version)
         self._do(self._core.pulled(weights, is_there=values is not None))
 
     def _stored(self, until: int | None) -> None:

@@ -26,22 +26,23 @@ from doll.config import JobConfig
 from doll.errors import ConfigError, DollError, TaskError
 from doll.local.processes import die_with_parent
 from doll.model.file_memory import forget_pages
-from doll.model.flat_model import FlatModel, fingerprint
+from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.pipeline.links.device import open_device
 from doll.pipeline.links.link import LinkClosedError, StageLink, shared_pair, socket_pair
+from doll.pipeline.planner.cut import cut
 from doll.pipeline.profiling.layers import Layer
-from doll.pipeline.runtime.messages import Failed, Ready, StopStage, decode, encode
+from doll.pipeline.runtime.messages import AnyMessage, Failed, Ready, StopStage, decode, encode
 from doll.pipeline.runtime.stage import Stage
 from doll.pipeline.runtime.stage_process import Links, SharedVectors, StageProcess
 from doll.pipeline.runtime.vectors import VectorFile
 from doll.process.memory import return_freed_memory
 from doll.process.platform import require_fork
-from doll.task.base import Task
+from doll.task.base import Task, load_task
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_READY_S: Final = 120.0
+READY_S: Final = 120.0
 _END_S: Final = 1.0
 _SEGMENT_BYTES: Final = 64 * 1024 * 1024  # address space; unused pages take no memory
 
@@ -52,6 +53,32 @@ class StageLostError(DollError):
 
 def failure(message: Failed) -> DollError:
     return (TaskError if message.is_task else StageLostError)(f"stage {message.stage + 1}: {message.error}")
+
+
+def reported(controls: Sequence[StageLink]) -> DollError | None:
+    """Return the failure that a stage has reported, perhaps behind other messages; None if none has."""
+    for link in controls:
+        with contextlib.suppress(LinkClosedError, ValueError), selectors.DefaultSelector() as selector:
+            selector.register(link, selectors.EVENT_READ)
+            while selector.select(0):
+                message = decode(link.receive()[0])
+                if isinstance(message, Failed):
+                    return failure(message)
+    return None
+
+
+def greet(message: AnyMessage, number: int, expected: str) -> Ready:
+    """Return the first message of stage `number`, which must be `Ready` with the fingerprint `expected`. Raise
+    ConfigError if the stage runs other versions or cannot be created."""
+    if isinstance(message, Failed):
+        raise ConfigError(f"stage {number + 1}: {message.error}")
+    if not isinstance(message, Ready) or message.fingerprint != expected:
+        got = message.fingerprint if isinstance(message, Ready) else type(message).__name__
+        raise ConfigError(
+            f"stage {number + 1} runs another version: expected {expected!r}, got {got!r}; install the same DOLL "
+            "and torch, and the same task, on all machines of a worker"
+        )
+    return message
 
 
 @dataclass(frozen=True)
@@ -67,14 +94,14 @@ class StageProcesses:
         """Wait until all stages run the same versions as this process. Raise ConfigError if a stage runs other versions
         or cannot be created, and StageLostError if a stage has ended or is not ready in time."""
         waiting = set(range(len(self.pids)))
-        until_s = time.monotonic() + _READY_S
+        until_s = time.monotonic() + READY_S
         with selectors.DefaultSelector() as selector:
             for number, link in enumerate(self.controls):
                 selector.register(link, selectors.EVENT_READ, number)
             while waiting:
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
-                    raise StageLostError(f"stage {min(waiting) + 1} is not ready after {_READY_S:g} s")
+                    raise StageLostError(f"stage {min(waiting) + 1} is not ready after {READY_S:g} s")
                 for key, _ in selector.select(left_s):
                     if key.data in waiting:
                         self._greet(key.data, expected)
@@ -86,14 +113,7 @@ class StageProcesses:
         except LinkClosedError as exc:
             at, how = self.first_end(number)
             raise StageLostError(f"stage {at + 1} {how} while it started") from exc
-        if isinstance(message, Failed):
-            raise ConfigError(f"stage {number + 1}: {message.error}")
-        if not isinstance(message, Ready) or message.fingerprint != expected:
-            got = message.fingerprint if isinstance(message, Ready) else type(message).__name__
-            raise ConfigError(
-                f"stage {number + 1} runs another version: expected {expected!r}, got {got!r}; install the same DOLL "
-                "and torch, and the same task, on all machines of a worker"
-            )
+        greet(message, number, expected)
 
     def first_end(self, number: int) -> tuple[int, str]:
         """Return the stage that ended first, and how it ended, in words. Wait up to 1 s for its end. `number` is a
@@ -114,18 +134,17 @@ class StageProcesses:
             time.sleep(0.01)
         return number, ends.get(number, "has closed its link")
 
+    def name_of(self, number: int) -> str:
+        return f"stage {number + 1} (pid {self.pids[number]})"
+
+    def deliver(self, term: int, version: int) -> None:
+        """Do nothing: forked stages read the shared file."""
+
     def why_closed(self, number: int) -> DollError:
         """Return the error that explains why the link to this stage, or to the first stage, is closed. The result is a
         TaskError if a stage has reported that the task is at fault, otherwise a StageLostError."""
         at, how = self.first_end(number)
-        for link in self.controls:  # a stage may have reported the reason, perhaps behind other messages
-            with contextlib.suppress(LinkClosedError), selectors.DefaultSelector() as selector:
-                selector.register(link, selectors.EVENT_READ)
-                while selector.select(0):
-                    message = decode(link.receive()[0])
-                    if isinstance(message, Failed):
-                        return failure(message)
-        return StageLostError(f"stage {at + 1} (pid {self.pids[at]}) {how}: its worker ends with it")
+        return reported(self.controls) or StageLostError(f"{self.name_of(at)} {how}: its worker ends with it")
 
     def close(self) -> None:
         """End the stages, and kill stages that do not end by themselves. This method may be called again."""
@@ -178,7 +197,7 @@ def start_stages(
         pid = os.fork()
         if pid == 0:
             _become_stage(
-                config, task, model, layers, worker, number, in_flight, parent, links, ends, shared, expected
+                config, task, model, layers, worker, number, parent, links, ends, shared, expected
             )  # fmt: skip
         pids.append(pid)
     for pair in controls:
@@ -195,6 +214,14 @@ def start_stages(
         raise
     log.info("stages_started", pids=pids, layers=[f"{part[0].name}..{part[-1].name}" for part in parts])
     return stages
+
+
+def cut_model(config: JobConfig, worker: int) -> tuple[Task, FlatModel, list[list[Layer]]]:
+    """Return the job's task, its model, and the layers of each stage of one worker. Raise ConfigError if the model
+    cannot be cut as the job file requires."""
+    task = load_task(config)
+    model = build(config, task, with_rows=False, in_files=is_limited(config, worker))
+    return task, model, cut(config, task, model.module, worker)
 
 
 def is_limited(config: JobConfig, worker: int) -> bool:
@@ -214,8 +241,27 @@ def stage_fingerprint(config: JobConfig, model: FlatModel) -> str:
     return f"doll {doll.__version__}, torch {torch.__version__}, {fingerprint(config, model)}"
 
 
+def make_stage(
+    config: JobConfig, task: Task, model: FlatModel, layers: Sequence[Layer], worker: int, number: int
+) -> Stage:
+    """Return stage `number` of a worker, with these layers of `model`, on its device. Call it in the stage's process.
+    Raise ConfigError if the stage cannot be created."""
+    pipeline = config.worker.pipeline
+    assert pipeline is not None
+    settings = pipeline.devices_of(worker)[number]
+    limits_memory = settings.memory_bytes is not None or config.worker.memory_bytes is not None
+    stage = Stage(
+        task, model, [layer.module for layer in layers], training=config.training,
+        slots=config.training.policy.batches_per_push, is_first=number == 0, is_last=number == pipeline.stages - 1,
+        device=open_device(settings.device), is_limited=limits_memory,
+    )  # fmt: skip
+    if is_limited(config, worker):
+        forget_pages(model.flat)  # this process has read its own part of the vector
+    return stage
+
+
 def _become_stage(
-    config: JobConfig, task: Task, model: FlatModel, layers: Sequence[Layer], worker: int, number: int, in_flight: int,
+    config: JobConfig, task: Task, model: FlatModel, layers: Sequence[Layer], worker: int, number: int,
     parent: int, links: Links, ends: Sequence[StageLink], shared: SharedVectors, expected: str,
 ) -> NoReturn:  # fmt: skip
     """Run stage `number` in this process, which was forked for it, until the end of the stage."""
@@ -228,23 +274,13 @@ def _become_stage(
                 end.forget()
         pipeline = config.worker.pipeline
         assert pipeline is not None
-        settings, is_last = pipeline.devices_of(worker)[number], number == pipeline.stages - 1
-        limits_memory = settings.memory_bytes is not None or config.worker.memory_bytes is not None
-
-        def make() -> Stage:
-            stage = Stage(
-                task, model, [layer.module for layer in layers], training=config.training, slots=in_flight,
-                is_first=number == 0, is_last=is_last, device=open_device(settings.device), is_limited=limits_memory,
-            )  # fmt: skip
-            if is_limited(config, worker):
-                forget_pages(model.flat)  # this process has read its own part of the vector
-            return stage
-
-        if limits_memory:
+        settings = pipeline.devices_of(worker)[number]
+        if settings.memory_bytes is not None or config.worker.memory_bytes is not None:
             return_freed_memory()
         gc.freeze()  # memory of the worker's objects stays shared with the worker
         process = StageProcess(
-            make, links, shared, number=number, fingerprint=expected, slowdown=settings.slowdown
+            lambda: make_stage(config, task, model, layers, worker, number), links, shared, number=number,
+            fingerprint=expected, slowdown=settings.slowdown,
         )  # fmt: skip
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's launcher handles Ctrl-C
         signal.signal(signal.SIGTERM, lambda *_: process.leave_within(config.worker.drain_s, "sigterm"))

@@ -1,4 +1,5 @@
-"""Links between neighbours of a pipeline: stream sockets, with or without shared memory (ADR 0040).
+"""Links between neighbours of a pipeline: stream sockets, with or without shared memory (ADR 0040). Links between
+machines are opened by `doll.pipeline.links.tcp`.
 
 Neighbours send activations forward and gradients backward at the same time. Each end has a thread that always receives,
 so a sender waits only for a copy, never for the computation of the other end. Without this thread, two ends that both
@@ -8,6 +9,7 @@ send more than fits into the socket buffers would wait for each other.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -19,7 +21,7 @@ import numpy as np
 from doll.errors import DollError
 from doll.pipeline.links import frames
 from doll.pipeline.links.frames import Array, LinkFrameError
-from doll.pipeline.links.segments import MIN_BYTES, LinkSegments, segments_pair
+from doll.pipeline.links.segments import ALIGNMENT_BYTES, MIN_BYTES, LinkSegments, segments_pair
 
 DEFAULT_MAX_MESSAGE_BYTES: Final = 1 << 30
 # Above net.core.wmem_max, the kernel uses a smaller buffer.
@@ -66,8 +68,12 @@ class StageLink:
 
     def limit_sending(self, seconds: float) -> None:
         """Limit the wait of `send`. If the other end reads nothing for so long, `send` ends the link. Default: none."""
-        timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))  # for the kernel; the socket stays blocking
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(seconds))
+
+    def limit_receiving(self, seconds: float) -> None:
+        """Limit the wait of `receive` for the next bytes, also of a new message. After this time without any byte,
+        `receive` ends the link. Default: none."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
     def send(self, header: bytes, arrays: Sequence[Array] = ()) -> None:
         """Send a message. Wait while the buffers between the ends are full. After the call, the arrays may be changed.
@@ -95,6 +101,22 @@ class StageLink:
                     raise self._closed(exc.strerror or str(exc)) from exc
                 raise
 
+    def try_send(self, header: bytes) -> bool:
+        """Send a small message like `send`, unless another thread is sending or the socket is full. Return whether the
+        message was sent."""
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            room = select.poll()
+            room.register(self._socket, select.POLLOUT)
+            if is_writable := bool(room.poll(0)):
+                self.send(header)
+            return is_writable
+        except ValueError:  # it is closed
+            return False
+        finally:
+            self._sending.release()
+
     def receive(self) -> tuple[bytes, list[Array]]:
         """Wait for the next message. Return its header and arrays; the caller may change and keep the arrays.
 
@@ -107,6 +129,10 @@ class StageLink:
                 raise self._closed("a message before was cut or malformed")
             try:
                 return self._read_message()
+            except BlockingIOError as exc:
+                self._is_cut = True
+                self._end()
+                raise self._closed("it has sent nothing for as long as a receiver waits") from exc
             except OSError as exc:
                 raise self._closed(exc.strerror or str(exc)) from exc
             except LinkClosedError:
@@ -165,7 +191,7 @@ class StageLink:
         arrays: list[Array] = []
         read_bytes = frames.PREFIX_BYTES + prefix.rest_bytes
         for spec in specs:
-            array = np.empty(spec.shape, spec.dtype)
+            array = _aligned(spec)
             self._fill(frames.bytes_of(array), read_bytes)
             read_bytes += spec.size_bytes
             arrays.append(array)
@@ -189,6 +215,18 @@ class StageLink:
     def _end(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def _timeval(seconds: float) -> bytes:
+    """Return a time limit for the kernel; the socket stays blocking."""
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def _aligned(spec: frames.ArraySpec) -> Array:
+    """Return memory for an array, aligned as in a segment: kernels may add in another order at other addresses."""
+    memory = np.empty(spec.size_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT_BYTES
+    return memory[start : start + spec.size_bytes].view(spec.dtype).reshape(spec.shape)
 
 
 def socket_pair(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> tuple[StageLink, StageLink]:

@@ -24,7 +24,7 @@ from doll.pipeline.links.frames import Array, ArraySpec, LinkFrameError
 MAX_SEGMENTS: Final = 255
 # From 64 KiB on, a copy through the socket takes as much processor time.
 MIN_BYTES: Final = 1 << 17
-_ALIGNMENT_BYTES: Final = 64  # alignment of each array: a cache line, and the widest vector registers
+ALIGNMENT_BYTES: Final = 64  # alignment of each array: a cache line, and the widest vector registers
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -144,7 +144,7 @@ def _starts(sizes_bytes: Sequence[int]) -> list[int]:
     """Return the start of each array of these sizes in a segment, and the end of the last array."""
     starts, end = [], 0
     for size_bytes in sizes_bytes:
-        start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         starts.append(start)
         end = start + size_bytes
     return [*starts, end]

@@ -51,6 +51,7 @@ class Forward(_Message, frozen=True):
         weight: sum of the weights of the samples.
         has_weights, has_groups: whether arrays of weights and groups follow.
         slot: one of the N_m slots, which keeps the weights of this minibatch until its backward pass.
+        term: term of the server that published `version`; a later term may use its number for other weights.
         included: number of batches of this worker's stream that `version` includes.
         commits: commits to apply before this minibatch.
         seed: seed of its random numbers; each stage derives its own seed from it.
@@ -61,6 +62,7 @@ class Forward(_Message, frozen=True):
     num_samples: int
     version: int
     included: int
+    term: int = 0
     seed: int = 0
     commits: tuple[Commit, ...] = ()
     received: Any = 0
@@ -77,8 +79,8 @@ class StageOrders(_Message, frozen=True):
         forget_from: the steps of this batch and of later ones are void; None: no steps are void.
         store: write the sum of the steps of the wave that ends below this batch to the shared file; None: write none.
         show: write the weights, with all own steps, to the shared file.
-        version, included: as in `Forward`, if an earlier stage failed on the first minibatch of this version; -1: no
-            stage failed.
+        version, included, term: as in `Forward`, if an earlier stage failed on the first minibatch of this version; -1:
+            no stage failed.
     """
 
     commits: tuple[Commit, ...] = ()
@@ -87,6 +89,7 @@ class StageOrders(_Message, frozen=True):
     show: bool = False
     version: int = -1
     included: int = 0
+    term: int = 0
 
 
 class StageTask(msgspec.Struct, frozen=True, array_like=True):
@@ -131,11 +134,43 @@ class StopStage(_Message, frozen=True):
     pass
 
 
+class Begin(_Message, frozen=True):
+    """All stages of a gang on other machines are there, so the receiver connects to the next one.
+
+    Attributes:
+        host, port: address of the next stage; port 0: the receiver is the last stage.
+        layers: names of the receiver's layers, as the worker has cut the model.
+    """
+
+    host: str
+    port: int
+    layers: tuple[str, ...]
+
+
+class Part(_Message, frozen=True):
+    """Values of the model's vector from position `at` on, for or from a stage on another machine: an array of float32,
+    shape (n,). From a stage, `Stored` follows the last part.
+
+    Attributes:
+        term, version: to a stage, the pulled weights that are complete with this part; -1: they are not.
+    """
+
+    at: int
+    term: int = -1
+    version: int = -1
+
+
 class Ready(_Message, frozen=True):
-    """A stage is ready. It reports its fingerprint, which must be equal to the coordinator's."""
+    """A stage is ready. It reports its fingerprint, which must be equal to the coordinator's.
+
+    Attributes:
+        ranges: first position and length of the stage's parts of the model's vector, if the stage is on another
+            machine.
+    """
 
     stage: int
     fingerprint: str
+    ranges: tuple[tuple[int, int], ...] = ()
 
 
 class Adopted(_Message, frozen=True):
@@ -153,6 +188,8 @@ class Stored(_Message, frozen=True):
 
 
 class StageAlive(_Message, frozen=True):
+    """The process of this stage runs. A worker sends it back to stages on other machines: its own process runs."""
+
     stage: int
 
 
@@ -173,9 +210,14 @@ class Failed(_Message, frozen=True):
 
 
 Down: TypeAlias = Forward | StageOrders
-ToStage: TypeAlias = StopStage
-FromStage: TypeAlias = Ready | Adopted | Stored | StageAlive | Leaving | Failed
+ToStage: TypeAlias = StopStage | Begin | Part | StageAlive
+FromStage: TypeAlias = Ready | Adopted | Part | Stored | StageAlive | Leaving | Failed
 AnyMessage: TypeAlias = Down | Backward | ToStage | FromStage
+
+
+def rest_of(message: Forward) -> StageOrders:
+    """Return the orders of a message whose minibatch is not computed."""
+    return StageOrders(commits=message.commits, version=message.version, included=message.included, term=message.term)
 
 
 class Payload(NamedTuple):

@@ -31,7 +31,15 @@ from doll.optim.optimizer import Optimizer, square_length
 from doll.pipeline.links.device import SentOutputs, StageDevice, as_received, crossing_problem, is_differentiable
 from doll.pipeline.profiling.layers import only_calls
 from doll.pipeline.runtime.messages import Commit
-from doll.pipeline.runtime.vectors import PIECE, VectorFile, Vectors, VectorsInFile, VectorsInMemory, pieces
+from doll.pipeline.runtime.vectors import (
+    PIECE,
+    VectorFile,
+    Vectors,
+    VectorsInFile,
+    VectorsInMemory,
+    WritableVector,
+    pieces,
+)
 from doll.task import passes, trees
 from doll.task.base import Task
 from doll.task.trees import Tree
@@ -249,7 +257,7 @@ class Stage:
             self._vectors.free(self._wave)
             self._wave = None
 
-    def store(self, until: int, shared: VectorFile) -> None:
+    def store(self, until: int, shared: WritableVector) -> None:
         """Write the sum of the steps of the wave below `until` into this stage's ranges of `shared`."""
         number = next((wave.number for wave in self._waves if wave.until == until), None)
         for part in self.ranges:
@@ -257,7 +265,7 @@ class Stage:
                 values = torch.zeros(piece.stop - piece.start) if number is None else self._read(number, piece)
                 shared.write(part.there + piece.start - part.here, values)
 
-    def show(self, shared: VectorFile) -> None:
+    def show(self, shared: WritableVector) -> None:
         """Write the stage's own weights into this stage's ranges of `shared`."""
         for part in self.ranges:
             shared.write(part.there, self.weights[part.here : part.here + part.length])

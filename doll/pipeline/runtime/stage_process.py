@@ -6,6 +6,7 @@ process runs. The other thread computes.
 
 from __future__ import annotations
 
+import math
 import queue
 import selectors
 import threading
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy.typing as npt
+import torch
 
 from doll.errors import ConfigError, TaskError
 from doll.model.random_numbers import seed_of
@@ -28,6 +30,7 @@ from doll.pipeline.runtime.messages import (
     Failed,
     Forward,
     Leaving,
+    Part,
     Payload,
     Ready,
     StageAlive,
@@ -37,9 +40,10 @@ from doll.pipeline.runtime.messages import (
     Stored,
     decode,
     encode,
+    rest_of,
 )
 from doll.pipeline.runtime.stage import Stage
-from doll.pipeline.runtime.vectors import VectorFile
+from doll.pipeline.runtime.vectors import VectorFile, pieces
 from doll.task import trees
 from doll.telemetry import get_logger
 
@@ -71,12 +75,59 @@ class SharedVectors:
     pushed: VectorFile
 
 
+class RemoteVectors:
+    """`SharedVectors` of a stage on another machine. The worker sends the pulled weights of this stage, and gets what
+    this stage stores (`Part`)."""
+
+    def __init__(self, control: StageLink, numel: int) -> None:
+        """`numel`: length of the vector of the whole model; only the parts of this stage take memory."""
+        self._control, self._numel = control, numel
+        self._lock = threading.Condition()
+        self._arrived = (-1, -1)
+        self._is_ended = False
+        self.pulled = VectorFile(numel)
+        self.pushed = self
+
+    def write(self, at: int, values: torch.Tensor) -> None:
+        """Send values of the vector that begin at position `at` to the worker."""
+        for part in pieces(0, len(values)):
+            self._control.send(encode(Part(at=at + part.start)), [values[part].cpu().numpy()])
+
+    def receive(self, message: Part, arrays: Sequence[Array]) -> None:
+        """Take a part of pulled weights. Raise ValueError if it is not inside the vector."""
+        self.pulled.write(message.at, torch.from_numpy(checked_part(message, arrays, self._numel)))
+        with self._lock:
+            self._arrived = (message.term, message.version)
+            self._lock.notify_all()
+
+    def wait_for(self, term: int, version: int) -> bool:
+        """Wait until the weights of this version are in `pulled`; return False if the links end before."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._is_ended or self._arrived == (term, version))
+            return not self._is_ended
+
+    def end(self) -> None:
+        """End the wait: the links have ended."""
+        with self._lock:
+            self._is_ended = True
+            self._lock.notify_all()
+
+
+def checked_part(message: Part, arrays: Sequence[Array], numel: int) -> Array:
+    """Return the array of a part. Raise ValueError if it is not one float32 array inside a vector of `numel`."""
+    array = arrays[0] if len(arrays) == 1 else None
+    if array is None or array.dtype != "float32" or array.ndim != 1 or not 0 <= message.at <= numel - len(array):
+        got = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+        raise ValueError(f"expected a part of a vector of {numel} numbers, got {got} at {message.at}")
+    return array
+
+
 class StageProcess:
     """The process of one stage. `run` returns when the virtual worker has ended."""
 
     def __init__(
-        self, make_stage: Callable[[], Stage], links: Links, shared: SharedVectors, *, number: int, fingerprint: str,
-        slowdown: float = 1.0,
+        self, make_stage: Callable[[], Stage], links: Links, shared: SharedVectors | RemoteVectors, *, number: int,
+        fingerprint: str, slowdown: float = 1.0, silent_s: float = math.inf,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -84,10 +135,11 @@ class StageProcess:
             shared: vectors that are shared with the other processes.
             fingerprint: fingerprint of the model and settings that this process runs.
             slowdown: factor by which each task is slowed down.
+            silent_s: time after which a worker on another machine that sends nothing is considered dead.
         """
         self._make_stage, self._links, self._shared = make_stage, links, shared
         self._number, self._fingerprint = number, fingerprint
-        self._slowdown = slowdown
+        self._slowdown, self._silent_s = slowdown, silent_s
         self._inbox: queue.SimpleQueue[tuple[AnyMessage, list[Array]] | None] = queue.SimpleQueue()
         self._version = -1
         self._tasks: dict[int, list[StageTask]] = {}  # tasks of this stage for the minibatches in flight
@@ -98,7 +150,11 @@ class StageProcess:
         """Run the stage. Return 0 if the coordinator has ended the stage, and 1 after a failure."""
         try:
             self._stage = self._make_stage()
-            self._links.control.send(encode(Ready(stage=self._number, fingerprint=self._fingerprint)))
+            ready = Ready(stage=self._number, fingerprint=self._fingerprint)
+            if isinstance(self._shared, RemoteVectors):
+                ranges = tuple((part.there, part.length) for part in self._stage.ranges)
+                ready = msgspec.structs.replace(ready, ranges=ranges)
+            self._links.control.send(encode(ready))
             threading.Thread(target=self._receive, name="links", daemon=True).start()
             while (item := self._inbox.get()) is not None:
                 if isinstance(item[0], StopStage):
@@ -140,21 +196,28 @@ class StageProcess:
     # --- the thread that receives -----------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        alive_at_s = time.monotonic()
+        alive_at_s = heard_s = time.monotonic()
         try:
-            with selectors.DefaultSelector() as selector, selectors.DefaultSelector() as room:
+            with selectors.DefaultSelector() as selector:
                 for link in self._links.all:
                     selector.register(link, selectors.EVENT_READ)
-                room.register(self._links.control, selectors.EVENT_WRITE)
                 while True:
                     for key, _ in selector.select(ALIVE_EVERY_S):
                         header, arrays = key.fileobj.receive()  # type: ignore[union-attr]
-                        self._inbox.put((decode(header), arrays))
+                        message = decode(header)
+                        if key.fileobj is self._links.control:
+                            heard_s = time.monotonic()
+                        if isinstance(self._shared, RemoteVectors) and isinstance(message, Part):
+                            self._shared.receive(message, arrays)
+                        elif not isinstance(message, StageAlive):
+                            self._inbox.put((message, arrays))
                     if time.monotonic() - alive_at_s >= ALIVE_EVERY_S:
                         alive_at_s = time.monotonic()
                         # A coordinator that waits for its server does not read, so sends to it must not block.
-                        if room.select(0):
-                            self._links.control.send(encode(StageAlive(stage=self._number)))
+                        self._links.control.try_send(encode(StageAlive(stage=self._number)))
+                        if alive_at_s - heard_s > self._silent_s:
+                            log.warning("worker_silent", stage=self._number + 1, seconds=self._silent_s)
+                            return
                     if self._leaving is not None:
                         leaving, self._leaving = self._leaving, None
                         self._links.control.send(encode(leaving))
@@ -164,6 +227,8 @@ class StageProcess:
             self._log(exc)
         finally:
             self._inbox.put(None)
+            if isinstance(self._shared, RemoteVectors):
+                self._shared.end()
 
     # --- the thread that computes -----------------------------------------------------------------------------------
 
@@ -181,7 +246,7 @@ class StageProcess:
     def _forward(self, message: Forward, arrays: list[Array]) -> None:
         for commit in message.commits:
             self._stage.commit(commit)
-        self._use(message.version, message.included)
+        self._use(message)
         payload = Payload.from_message(message, arrays)
         following = self._links.following
         start_s = time.monotonic()
@@ -196,8 +261,7 @@ class StageProcess:
             self._report(message, (), _problem(exc))
             if following is not None:
                 # The commits and orders in the message are processed even if the minibatch is not computed.
-                rest = StageOrders(commits=message.commits, version=message.version, included=message.included)
-                following.send(encode(rest))
+                following.send(encode(rest_of(message)))
             return
         if following is not None and sent is not None:
             self._tasks[message.batch] = [self._task("F", message.batch, start_s)]
@@ -210,11 +274,13 @@ class StageProcess:
             )  # fmt: skip
             self._send_back(first, (), [], "FB", start_s)
 
-    def _use(self, version: int, included: int) -> None:
-        if version != self._version:
-            self._stage.adopt(self._shared.pulled, included)
-            self._version = version
-            self._links.control.send(encode(Adopted(stage=self._number, version=version)))
+    def _use(self, message: Forward | StageOrders) -> None:
+        if message.version != self._version:
+            if isinstance(self._shared, RemoteVectors) and not self._shared.wait_for(message.term, message.version):
+                raise LinkClosedError("the links have ended before the weights have come")
+            self._stage.adopt(self._shared.pulled, message.included)
+            self._version = message.version
+            self._links.control.send(encode(Adopted(stage=self._number, version=message.version)))
 
     def _backward(self, message: Backward, arrays: list[Array]) -> None:
         own = self._tasks.pop(message.batch)
@@ -257,7 +323,7 @@ class StageProcess:
             self._stage.forget(message.forget_from)
             self._version = -1
         if message.version >= 0:
-            self._use(message.version, message.included)
+            self._use(message)
         if message.store is not None:
             self._stage.store(message.store, self._shared.pushed)
         if message.show:

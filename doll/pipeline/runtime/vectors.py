@@ -75,6 +75,13 @@ class VectorFile:
             view, offset = view[count:], offset + count
 
 
+class WritableVector(Protocol):
+    """A vector of the whole model, of which a stage writes its ranges."""
+
+    def write(self, at: int, values: torch.Tensor) -> None:
+        """Copy `values`, float32, shape (n,), on any device, to position `at`."""
+
+
 class Vectors(Protocol):
     """Vectors of equal length, by number. Each is written before it is read."""
 

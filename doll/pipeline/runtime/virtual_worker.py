@@ -352,7 +352,7 @@ class VirtualWorkerCore:
         item.version = self._base.version
         return Forward(
             batch=batch, slot=item.slot, num_samples=num_samples, version=self._base.version,
-            included=self._base.included, commits=self._take_commits(),
+            included=self._base.included, term=self._base.term, commits=self._take_commits(),
         )  # fmt: skip
 
     def close_wave(self) -> tuple[int | None, list[Action]]:
@@ -469,7 +469,7 @@ class VirtualWorkerCore:
         self._computing.append(_Computing(submitted, slot, base.version))
         message = Forward(
             batch=submitted.batch, slot=slot, num_samples=submitted.num_samples, version=base.version,
-            included=base.included, commits=self._take_commits(),
+            included=base.included, term=base.term, commits=self._take_commits(),
         )  # fmt: skip
         return (StartBatch(message, submitted),)
 

@@ -120,6 +120,12 @@ class LocalRun:
     def worker(self, slot: int) -> RoleSpec:
         return self._spec(f"worker-{slot}", "worker_role", slot)
 
+    def stages(self, slot: int) -> list[RoleSpec]:
+        """Return the stages of one worker that are processes of their own; none if it starts its stages itself."""
+        pipeline = self.config.worker.pipeline
+        count = pipeline.stages if pipeline is not None and pipeline.remote else 0
+        return [self._spec(f"stage-{slot}-{number}", "stage_role", slot, number) for number in range(count)]
+
     def instance(self, instance: Instance) -> RoleSpec:
         """Return a worker on a machine of a fleet. Its name has two numbers: two machines of a slot may overlap."""
         return self._spec(f"worker-{instance.slot}.{instance.incarnation}", "worker_role", instance.slot)

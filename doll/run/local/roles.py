@@ -35,6 +35,7 @@ from doll.storage.stores import open_store
 if TYPE_CHECKING:
     from doll.run.target import Target
 
+LOOPBACK_ADDRESS: Final = "127.0.0.1:0"  # any free port
 P = ParamSpec("P")
 
 # While training uses all processors, Linux gives a process of this priority 3 % of one of them: an evaluation must not
@@ -116,6 +117,13 @@ class JobProcess:
 
         return run_worker(self.config, self.services, slot, self.run_folder)
 
+    def stage(self, slot: int, number: int, listen: str = LOOPBACK_ADDRESS) -> int:
+        """Run stage `number` of worker `slot`."""
+        from doll.consumers.pipeline.stage_main import run_stage
+        from doll.pipeline.links.tcp import parse_address
+
+        return run_stage(self.config, self.services, slot, number, parse_address(listen))
+
     def parameter_server(
         self, *, standby: bool = False, takeover: bool = False, fresh: bool = False, check_only: bool = False
     ) -> int:
@@ -190,11 +198,11 @@ def _forked(name: str, run: Callable[..., int]) -> Callable[..., int]:
     """Return the entry point of a role. It calls `run` with the process and with the arguments after the run folder.
 
     Args:
-        name: name of the process; `{}` is replaced by the first of these arguments.
+        name: name of the process; each `{}` is replaced by one of these arguments.
     """
 
     @_role
-    def entry(job_path: str, kafka: str, redis: str, run_folder: str, *more: int) -> int:
+    def entry(job_path: str, kafka: str, redis: str, run_folder: str, *more: int | str) -> int:
         return run(JobProcess.forked(name.format(*more), job_path, kafka, redis, run_folder), *more)
 
     return entry
@@ -205,6 +213,7 @@ ps_role = _forked("ps", lambda process: process.parameter_server(takeover=True))
 ps_standby_role = _forked("ps-standby", lambda process: process.parameter_server(standby=True))
 worker_role = _forked("worker-{}", JobProcess.worker)
 shard_role = _forked("shard-{}", JobProcess.shard)
+stage_role = _forked("stage-{}-{}", JobProcess.stage)
 evaluator_role = _forked("evaluator", JobProcess.evaluator)
 producer_role = _forked("producer", JobProcess.producer)
 joiner_role = _forked("joiner-{}", JobProcess.joiner)

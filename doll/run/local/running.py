@@ -46,6 +46,8 @@ class Learning:
             self._supervisor.start(spec)
         for spec in [*self._run.shards(), *self._run.joiners()]:
             self._supervisor.start(spec)
+        for slot in range(config.data.workers):
+            self._start_stages(slot)
         self._run.hook.start_workers(self._run, self._supervisor)
         if config.evaluation.enabled:
             self._supervisor.start(self._run.evaluator())
@@ -134,6 +136,7 @@ class Learning:
             if slot not in self._workers and supervised.get(f"worker-{slot}", 0) is not None:
                 self._workers.add(slot)
                 say(f"starting worker {slot}: the job is to have {wanted}")
+                self._start_stages(slot)
                 self._supervisor.start(self._run.worker(slot))
         for line in self._model.worker_lines():
             handle = self._supervisor.handles().get(f"worker-{line.worker}")
@@ -141,6 +144,11 @@ class Learning:
                 self._workers.remove(line.worker)
                 say(f"ending worker {line.worker}: the job is to have {wanted}")
                 handle.terminate()
+
+    def _start_stages(self, slot: int) -> None:
+        for spec in self._run.stages(slot):
+            if spec.name not in self._supervisor.handles():  # stages outlive a worker that was scaled away
+                self._supervisor.start(spec)
 
     def _note_full_disk(self) -> None:
         """Report when a full disk begins or stops to block the job, because its other errors appear only in logs."""
@@ -201,7 +209,7 @@ class Learning:
 
     def stop(self) -> None:
         """End the remaining processes."""
-        order = ("producer", "joiner-*", "ps*", "shard-*", "worker-*", "evaluator")
+        order = ("producer", "joiner-*", "ps*", "shard-*", "worker-*", "stage-*", "evaluator")
         self._supervisor.stop(order, grace_s=self._run.config.worker.drain_s)
 
     def _finish_job(self, servers: Sequence[Handle]) -> bool:

@@ -176,8 +176,12 @@ class Scene:
             return None
         if fault.kind.target != "stage":
             return Victim(role, role, handle.send_signal)
-        stages = children_of(handle.pid)
         pipeline = self.config.worker.pipeline
+        parents = [handle]
+        if pipeline is not None and pipeline.remote:
+            names = (f"stage-{role.removeprefix('worker-')}-{number}" for number in range(pipeline.stages))
+            parents = [parent for name in names if (parent := self.supervisor.handles().get(name)) is not None]
+        stages = [child for parent in parents for child in children_of(parent.pid)]
         if pipeline is None or len(stages) != pipeline.stages or any(e.on.endswith(role) for e in self.effects):
             return None  # the worker has just started, or is about to end
         return Victim(f"stage {fault.stage + 1} of {role}", role, partial(os.kill, stages[fault.stage]))
