@@ -147,7 +147,8 @@ class Learning:
 
     def _start_stages(self, slot: int) -> None:
         for spec in self._run.stages(slot):
-            if spec.name not in self._supervisor.handles():  # stages outlive a worker that was scaled away
+            # Stages outlive a worker that was scaled away.
+            if self._supervisor.exit_codes().get(spec.name, 0) is not None:
                 self._supervisor.start(spec)
 
     def _note_full_disk(self) -> None:

@@ -49,10 +49,12 @@ class Scaled:
     def __init__(self) -> None:
         self.launched: list[str] = []
         self.workers, self.spares = 2, set[int]()
+        self.stages = 0
         run = SimpleNamespace(
             config=SimpleNamespace(data=SimpleNamespace(workers=2)),
             launch=self.launch,
             worker=lambda slot: RoleSpec(f"worker-{slot}", "", Path("log")),
+            stages=lambda slot: [RoleSpec(f"stage-{slot}-{at}", "", Path("log")) for at in range(self.stages)],
             display=SimpleNamespace(say=lambda text: None),
         )
         self.learning = Learning(run, SimpleNamespace(model=self, role_restarted=lambda restart: None))  # type: ignore[arg-type]
@@ -91,6 +93,17 @@ def test_a_job_that_is_scaled_gets_the_workers_that_it_is_to_have() -> None:
     run.workers = 2
     assert run.turn() == ["worker-1"], "one that served nothing is started again"
     assert sorted(run.supervisor.handles()) == ["worker-0", "worker-1"]
+
+
+def test_workers_that_are_added_get_their_stages_once() -> None:
+    run = Scaled()
+    run.stages = 2
+    run.workers = 3
+    assert run.turn() == ["stage-2-0", "stage-2-1", "worker-2"]
+    run.workers, run.spares = 2, {2}
+    run.turn()
+    run.workers, run.spares = 3, set()
+    assert run.turn() == ["worker-2"]
 
 
 def test_a_worker_that_a_drill_has_taken_from_the_supervisor_is_not_started_beside_it() -> None:
