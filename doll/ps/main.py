@@ -164,7 +164,7 @@ class _Launch:
         topics.ensure(config, services, begins=not self._store.versions())
         topics.check(config, services)
         task = load_task(config)
-        self._model = build(config, task)
+        self._model = build(config, task, in_files=config.ps.shards > 1)  # its shards have the model
         check_recipe(config.training, self._model)
         self._fingerprint, self._code = fingerprint(config, self._model), source_checksum(task)
 

@@ -100,7 +100,7 @@ class TermOpener:
 
     def __call__(self, begin: m.Begin) -> ShardTerm:
         config, number = self._config, begin.shard
-        model = build(config, self._task)
+        model = build(config, self._task, in_files=True)  # the memory of the other slices can be reclaimed at once
         if (own := fingerprint(config, model)) != begin.fingerprint:
             raise ConfigError(f"the parameter server runs another job file: {difference(begin.fingerprint, own)}")
         if begin.place is None and (initial := matched(config, model)) is not None:
