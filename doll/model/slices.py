@@ -66,8 +66,3 @@ def sliced(numel: int, num_parameters: int, num_floats: int, shards: int) -> Sli
         Slice(begin, until, *(min(max(total - begin, 0), until - begin) for total in (num_parameters, num_floats)))
         for begin, until in itertools.pairwise(ends)
     )
-
-
-def single_slice(numel: int) -> Slices:
-    """Return the one slice of a vector that is not divided, of parameters alone."""
-    return sliced(numel, numel, numel, 1)

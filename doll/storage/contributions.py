@@ -48,9 +48,13 @@ class Compressor(NamedTuple):
     rounding: Callable[[Vector], RoundedVector | None] | None = None  # rounds dense parameters; needs `num_parameters`
 
     def compress_slices(
-        self, values: Vector, slices: Slices, *, version: int, rows: Mapping[str, Rows] = NO_ROWS
+        self, values: Vector, slices: Slices | None, *, version: int, rows: Mapping[str, Rows] = NO_ROWS
     ) -> list[list[Buffer]]:  # fmt: skip
-        """Return a blob for each slice of a contribution; see `compress`. A model with several slices has no rows."""
+        """Return a blob for each slice of a contribution; see `compress`. A model with several slices has no rows.
+        `slices`: None: the model is not divided."""
+        if slices is None:
+            n = len(values) if self.num_parameters is None else self.num_parameters
+            slices = Slices([Slice(0, len(values), n, n)])
         if self.num_parameters is None:
             assert not rows, "a dense contribution has no rows"
             return [encode_blob(part.view(values), job=self.job, kind="g", version=version) for part in slices]
@@ -92,8 +96,7 @@ class Compressor(NamedTuple):
             values: float32, shape (numel,), with the layout of `doll.model.flat_model`.
             version: version of the weights at which the contribution was computed.
         """
-        n = len(values) if self.num_parameters is None else self.num_parameters
-        return self.compress_slices(values, Slices([Slice(0, len(values), n, n)]), version=version, rows=rows)[0]
+        return self.compress_slices(values, None, version=version, rows=rows)[0]
 
 
 def decode_contribution(

@@ -139,9 +139,18 @@ class Job:
 
     def step(self) -> bool:
         """One worker computes; False: none has anything to compute."""
-        if busy := [worker for worker in self.workers if worker.orders]:
+        if busy := self.busy():
             self.compute(self._rng.choice(busy))
         return bool(busy)
+
+    def busy(self) -> list[Worker]:
+        """The workers that have something to compute, perhaps after the tick in which workers announce the batches that
+        the server did not need at once."""
+        if not any(worker.orders for worker in self.workers):
+            for worker in self.workers:
+                assert worker.core is not None
+                self.do(worker, worker.core.announce())
+        return [worker for worker in self.workers if worker.orders]
 
     def replace(self, number: int, process: str) -> None:
         """Worker `number` is lost with all that it has, and a new process takes its place."""

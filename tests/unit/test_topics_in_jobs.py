@@ -72,7 +72,7 @@ class Preempted(Job):
     loss = 0.3
 
     def step(self) -> bool:
-        if not (busy := [worker for worker in self.workers if worker.orders]):
+        if not (busy := self.busy()):
             return False
         worker, draw = self._rng.choice(busy), self._rng.random()
         if draw < self.loss / 2:

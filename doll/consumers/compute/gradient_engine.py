@@ -20,7 +20,7 @@ from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import BlobError
 from doll.model.random_numbers import seed_of
-from doll.model.slices import Slices, single_slice
+from doll.model.slices import Slices
 from doll.optim.optimizer import Contribution
 from doll.process.fault_points import fault_point
 from doll.records.control import Grant, HeldOutScore, NewVersion
@@ -327,9 +327,10 @@ class GrantHandler:
         key = gradient_key(self._scope, term, grant_id) + suffix
         absent = self._contribution.absent
         begun_s = time.perf_counter()
-        slices, is_there = self._slices or single_slice(len(values)), True
-        blobs = self._compressor.compress_slices(values, slices, version=version, rows=self._contribution.rows())
-        for name, parts in zip(slices.keys(key), blobs, strict=True):
+        is_there = True
+        names = [key] if self._slices is None else self._slices.keys(key)
+        blobs = self._compressor.compress_slices(values, self._slices, version=version, rows=self._contribution.rows())
+        for name, parts in zip(names, blobs, strict=True):
             if suffix:  # if a rest were lost, the whole job would be rolled back
                 self._blobs.put(name, parts, self._ttl_s)
             else:

@@ -62,9 +62,6 @@ class Shard:
     def run(self) -> None:
         """Carry out orders until `leave` returns True, or for a while after the end of the job: a server that replaces
         the one that has ended the job needs its shards.
-
-        Raises:
-            ServiceUnavailableError: the process was told to leave while the blob store did not answer.
         """
         try:
             while not self._leave() and self._clock() < self._exits_at_s:
@@ -90,9 +87,8 @@ class Shard:
         except _TermOver as over:
             self._begin(over.begin)
         except (DollError, MemoryError) as exc:
-            if self._leave():
-                raise
-            self._fail(exc)
+            if not self._leave():  # otherwise it has given up because it is to end
+                self._fail(exc)
 
     def _begin(self, order: m.Begin) -> None:
         if self._begun is not None and order.term <= self._begun.term:
