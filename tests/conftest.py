@@ -39,6 +39,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Some commands lower the priority of their process. The test process, in which they may run, keeps its own.
+os.setpriority = lambda which, who, priority: None  # type: ignore[assignment]
+
+
 SLOW_FOLDERS = {"integration", "e2e"}
 SLOW_MARKERS = {"integration", "e2e", "fuzz"}
 SERVER_FIXTURES = {"broker", "redis_server", "own_redis", "fork_server", "doll"}
