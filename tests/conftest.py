@@ -40,7 +40,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # Some commands lower the priority of their process. The test process, in which they may run, keeps its own.
-os.setpriority = lambda which, who, priority: None  # type: ignore[assignment]
+os.setpriority = lambda which, who, priority: None
 
 
 SLOW_FOLDERS = {"integration", "e2e"}
