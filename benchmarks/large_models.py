@@ -28,6 +28,7 @@ import numpy.typing as npt
 from doll import telemetry
 from doll.config import JobConfig, parse
 from doll.errors import DollError
+from doll.model.slices import sliced
 from doll.records.control import (
     Announce,
     AnyRecord,
@@ -136,7 +137,7 @@ class Replica:
 
     def __init__(self, numel: int) -> None:
         self.weights = np.zeros(numel, np.float32)
-        self.num_values = numel
+        self.slices = sliced(numel, numel, numel, 1)
 
     def load(self, weights: npt.NDArray[np.float32]) -> None:
         self.weights[:] = weights

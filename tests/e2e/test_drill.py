@@ -41,7 +41,7 @@ def test_a_short_drill_loses_nothing(tmp_path: Path, doll: Program) -> None:
     assert report["reason"] == "drill: 30 faults"
     assert sum(report["faults"].values()) == report["recoveries"] == 30
     # Each kind once; of several brokers one is broken, else Kafka as a whole; no worker has stages.
-    left_out = {"kafka" if BROKERS > 1 else "broker", "stage"}
+    left_out = {"kafka" if BROKERS > 1 else "broker", "stage", "shard"}
     assert set(report["faults"]) == {kind.name for kind in FAULT_KINDS if kind.target not in left_out}
     audit = report["audit"]
     assert (audit["ok"], audit["missing"], audit["duplicate"], audit["violations"]) == (True, 0, 0, [])
