@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +18,7 @@ from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.model.model_slice import ModelSlice
 from doll.optim.optimizer import SLICED, slice_of_tensors
 from doll.process.health import heartbeat_of
-from doll.process.signals import on_signal
+from doll.process.signals import stop_requested
 from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.shards import messages as m
@@ -50,15 +48,8 @@ def run_shard(config: JobConfig, services: Services, run_folder: Path, number: i
     if config.ps.shards == 1 or (number is not None and number >= config.ps.shards):
         expected = f"0 to {config.ps.shards - 1}" if config.ps.shards > 1 else "a job with ps.shards above 1"
         raise ConfigError(f"--shard: expected {expected}, got {number}")
-    leaves = False
-
-    def leave() -> None:
-        nonlocal leaves
-        leaves = True
-
-    with heartbeat_of("shard" if number is None else f"shard-{number}", config) as heartbeat:
-        on_signal(signal.SIGTERM, leave)
-        on_signal(signal.SIGINT, leave)
+    name = "shard" if number is None else f"shard-{number}"
+    with stop_requested() as stop, heartbeat_of(name, config) as heartbeat:
         torch.set_num_threads(1)
         require_services(config, services)
         task = load_task(config)
@@ -66,7 +57,7 @@ def run_shard(config: JobConfig, services: Services, run_folder: Path, number: i
 
         def give_up() -> bool:
             heartbeat.beat("loop")  # the shard waits for Redis; a restart would not help
-            return leaves
+            return stop.is_set()
 
         def beat(waits_for: str) -> None:
             heartbeat.beat("loop")
@@ -76,16 +67,16 @@ def run_shard(config: JobConfig, services: Services, run_folder: Path, number: i
         job = scope_of(config.job, cluster_id(config, services))
         client, process = connect_redis(services, retries=0), uuid.uuid4().hex
         while number is None:
-            if leaves:
+            if stop.is_set():
                 return 0
             if (number := take_number(client, job, config.ps.shards, process)) is None:
                 beat(f"the end of one of {config.ps.shards} shards that run")
-                time.sleep(_LOOK_S)
+                stop.wait(_LOOK_S)
         end = RedisShardEnd(client, job, number, process)
         try:
             heartbeat.expect("loop")
             open_term = TermOpener(config, task, store, blobs)
-            Shard(end, store, open_term, leave=lambda: leaves or end.is_replaced, beat=beat).run()
+            Shard(end, store, open_term, leave=lambda: stop.is_set() or end.is_replaced, beat=beat).run()
         finally:
             end.close()
             blobs.close()

@@ -5,14 +5,19 @@ The server sends orders. A shard carries them out in order, and answers those th
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from doll.errors import RecordError
+from doll.errors import CheckpointError, ConfigError, DollError, RecordError
+from doll.optim.optimizer import DivergedError
 from doll.ps.engine.events import ApplyUpdate, FetchGradient
 from doll.records.bounded import short
 from doll.storage.checkpoints import CheckpointPart
+
+
+FailureKind: TypeAlias = Literal["config", "checkpoint", "diverged", "other"]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -157,9 +162,14 @@ class PartFailed(Message, frozen=True):
 class Failed(Message, frozen=True):
     """The shard could not carry out an order, and has left the term. The server raises the error."""
 
-    kind: Literal["config", "checkpoint", "diverged", "service", "other"]
+    kind: FailureKind
     reason: str
 
+
+# The errors that the server raises as a shard has raised them. After all others it begins a new term.
+ERRORS: Final[Mapping[FailureKind, type[DollError]]] = {
+    "config": ConfigError, "checkpoint": CheckpointError, "diverged": DivergedError,
+}  # fmt: skip
 
 Order = (
     Begin | Fetch | AddInOrder | Prefetch | Apply | Squares | Publish | Release | Tidy | Drop | Snapshot

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final, NamedTuple, assert_never
 
-from doll.errors import BlobError, CheckpointError, ConfigError, DollError, FencedError, ServiceUnavailableError
-from doll.optim.optimizer import DivergedError, Updater
+from doll.errors import CheckpointError, DollError, FencedError, ServiceUnavailableError
+from doll.optim.optimizer import Updater
 from doll.process.fault_points import fault_point
 from doll.ps.engine.events import GradientLost
 from doll.ps.model.model_host import ModelHost
@@ -159,14 +159,14 @@ class Shard:
 
     def _fail(self, exc: Exception) -> None:
         """Tell the server, which then begins again, and leave its term."""
-        kind = next((kind for cls, kind in _KINDS.items() if isinstance(exc, cls)), "other")
+        kinds: list[m.FailureKind] = [kind for kind, cls in m.ERRORS.items() if isinstance(exc, cls)]
         log.error("term_left", error=str(exc))
         begun = self._begun
         try:
             if begun is not None:
-                self._end.send(begun.reply_to, m.encode(m.Failed(kind, str(exc))))  # type: ignore[arg-type]
+                self._end.send(begun.reply_to, m.encode(m.Failed((*kinds, "other")[0], str(exc))))
         except ServiceUnavailableError:
-            threading.Event().wait(_RETRY_S)  # the server sees that nothing serves it any more
+            time.sleep(_RETRY_S)  # the server sees that nothing serves it any more
         self._leave_term()
 
     def _leave_term(self) -> None:
@@ -174,12 +174,6 @@ class Shard:
             self._parts.close()
         self._term = self._parts = None
         self._end.serve("")
-
-
-_KINDS: Final = {
-    ConfigError: "config", CheckpointError: "checkpoint", DivergedError: "diverged", ServiceUnavailableError: "service",
-    BlobError: "other",
-}  # fmt: skip
 
 
 class _TermOver(Exception):

@@ -1,7 +1,7 @@
 """The host of a model in shards: it passes the engine's orders to all shards, and gathers their answers.
 
 The engine is the only sequencer. Each shard carries out the same orders in the same sequence, so a version J of the
-model is the version J of every slice. If a shard fails, this server ends, and the next one begins again from the newest
+model is the version J of every slice. If a shard fails, the term ends, and the next one begins from the newest
 checkpoint, as after the end of a server.
 """
 
@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import JobConfig
-from doll.errors import BlobError, CheckpointError, ConfigError, DollError
+from doll.errors import BlobError, CheckpointError, DollError
 from doll.model.slices import Slices
-from doll.optim.optimizer import DivergedError
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.model.model_host import FetchOutcome
 from doll.ps.shards import messages as m
@@ -39,13 +38,10 @@ A = TypeVar("A")
 
 _WAIT_S: Final = 1.0
 _BEGIN_AGAIN_S: Final = 15.0  # a shard that has taken a Begin and not answered may have ended
-_ERRORS: Final[Mapping[str, type[DollError]]] = {
-    "config": ConfigError, "checkpoint": CheckpointError, "diverged": DivergedError,
-}  # fmt: skip
 
 
 class ShardLostError(DollError):
-    """A shard has ended, or does not answer. The server ends, and begins again from the newest checkpoint."""
+    """A shard has ended, or does not answer. The term ends, and the next one begins from the newest checkpoint."""
 
 
 class ShardedHost:
@@ -233,8 +229,8 @@ class ShardedHost:
         for number, (end, process) in enumerate(zip(self._ends, self._processes, strict=True)):
             if not end.is_alive(process):
                 raise ShardLostError(
-                    f"shard {number} has ended or is frozen: this server ends, and the next one begins again from the "
-                    "newest checkpoint"
+                    f"shard {number} has ended, is frozen, or has left the term: the next term begins from the newest "
+                    "checkpoint"
                 )
 
     def end(self) -> None:
@@ -294,7 +290,8 @@ class ShardedHost:
 
     def _checked(self, number: int, answer: m.Answer) -> m.Answer:
         if isinstance(answer, m.Failed):
-            raise _ERRORS.get(answer.kind, ShardLostError)(f"shard {number}: {answer.reason}")
+            error = ShardLostError if answer.kind == "other" else m.ERRORS[answer.kind]
+            raise error(f"shard {number}: {answer.reason}")
         return answer
 
 

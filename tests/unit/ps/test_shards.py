@@ -109,6 +109,7 @@ class ShardedWorld(World):
 
 class InThree(ShardedWorld):
     shards = 3
+    kills = 0.08  # some of these worlds make no update
 
 
 class Whole(ShardedWorld):
@@ -140,7 +141,7 @@ def test_the_model_is_the_sum_of_its_batches_while_shards_are_lost(policy: str) 
         world.threads.close()  # type: ignore[attr-defined]
         lost, updates = lost + world.counts["shards lost"], updates + world.counts["updates"]
     assert updates
-    assert lost or INTERLEAVINGS < 100
+    assert lost
 
 
 @pytest.mark.parametrize("policy", POLICIES)
