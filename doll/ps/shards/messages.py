@@ -16,7 +16,6 @@ from doll.ps.engine.events import ApplyUpdate, FetchGradient
 from doll.records.bounded import short
 from doll.storage.checkpoints import CheckpointPart
 
-
 FailureKind: TypeAlias = Literal["config", "checkpoint", "diverged", "other"]
 
 
