@@ -50,7 +50,7 @@ def test_every_point_is_tested_and_explained() -> None:
     tested = [death.partition("@")[0] for job in DEATHS.values() for deaths in job.values() for death in deaths]
     of_commands = ("regrid.", "rollback.", "forget.")
     assert sorted(tested) == sorted(point for point in POINTS if not point.startswith(of_commands))
-    form = r"^\| `((?:worker|ps|shard|regrid|rollback|forget)\.\w+)` \|"
+    form = r"^\| `((?:worker|ps|shard|regrid|rollback|forget)\.(?:after|mid)_\w+)` \|"
     rows = re.findall(form, OPERATIONS.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(POINTS)
 
