@@ -180,9 +180,10 @@ def test_rows_wait_for_workers_that_are_far_behind(
         producer = pool.submit(run_producer, config, services, stop=stop)
         try:
             until(lambda: any(line["event"] == "history_waits" for line in logs), "a producer that waits")
-            assert 150 <= sent(config, services) <= 300
+            before = sent(config, services)
+            assert 150 <= before < 700, "it sees what a transaction has committed; the faster it is, the more that is"
             learn(config, services)
-            until(lambda: sent(config, services) >= 350, "more rows")
+            until(lambda: sent(config, services) > before, "more rows")
             assert sent(config, services) < 900
             while not producer.done() and sent(config, services) < 900:
                 learn(config, services)
