@@ -238,9 +238,11 @@ class Bench:
     def learn(
         self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S, observer: Observer | None = None,
         page_port: int = 0, watchers: Sequence[tuple[str, str, Sequence[Any]]] = (),
+        on_start: Callable[[Sequence[Role]], object] = lambda watchers: None,
     ) -> LearningResult:  # fmt: skip
         """Run the job's parameter server and workers until its stop rule; `produce` starts its source too, `page_port`
-        a page, and `watchers` further processes: name, entry point and arguments after those of a role.
+        a page, and `watchers` further processes: name, entry point and arguments after those of a role. `on_start` is
+        called with the roles of the page and the watchers.
 
         Runs of one job name use the same topics, with separate checkpoint folders: each begins at the first sample.
         """
@@ -269,6 +271,7 @@ class Bench:
                 if page_port:
                     roles.append(self.start("page", "doll.run.local.roles:page_role", [*args, page_port], fresh))
                 roles += [self.start(name, entry, [*args, *more], fresh) for name, entry, more in watchers]
+                on_start(roles[1 + len(logs) + produce :])
                 updates, usage = self._collect(tail, config, roles, warm_s, observer)
                 for role in roles:
                     if role.name not in ("producer", "page", *(name for name, _, _ in watchers)):

@@ -2,28 +2,38 @@
 
 The same job alone, and with its page and somebody who follows it, in turn, in one run. With `--everything` an evaluator
 watches it too, with gates and the detectors of drift in metrics, features, labels and answers, and `doll otel` sends
-its traces to a collector. The job alone has no evaluator. See docs/benchmarks.md.
+its traces to a collector. The job alone has no evaluator.
+
+`--windows 30` measures in one job instead of two, because a shared machine changes its speed between two jobs: all
+watchers are frozen (SIGSTOP) in every second window of `--seconds`. What came while they were frozen is read in the
+next window, which makes watching look as if it cost up to twice as much. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import http.client
 import http.server
+import itertools
 import json
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from typing import Any
 
+import numpy as np
 from doll.config import JobConfig, parse
 from doll.local import processes
+from doll.local.forks import Role
 
-from benchmarks.harness import Bench, image_records
+from benchmarks.harness import Bench, LearningResult, image_records
 from benchmarks.overhead import GROUP_SIZE, job_of, summarize
 from benchmarks.pipeline import BATCH, MODELS, Measured, Runner
 from benchmarks.results import keep
@@ -120,12 +130,96 @@ def measure(runner: Runner, model: str, seconds: float) -> None:
         runner.measure("watching", f"{model} {name}", learn)
 
 
+class Windows:
+    """The windows of one job, in every second of which its watchers are frozen."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._begins: list[tuple[float, bool]] = []  # (time, whether watchers run)
+
+    def start(self, watchers: Sequence[Role]) -> None:
+        self._thread = threading.Thread(target=self._run, args=(watchers,), daemon=True)
+        self._thread.start()
+
+    def _run(self, watchers: Sequence[Role]) -> None:
+        self._ended.wait(2 * _STARTED_S)  # they have loaded what they need
+        number = 0
+        while not self._ended.is_set():
+            is_on = (number + 1) // 2 % 2 == 0  # on, off, off, on: a machine that gets slower hurts both
+            for role in watchers:
+                os.kill(role.pid, signal.SIGCONT if is_on else signal.SIGSTOP)
+            self._begins.append((time.monotonic(), is_on))
+            number += 1
+            self._ended.wait(self._every_s)
+        for role in watchers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(role.pid, signal.SIGCONT)
+
+    def end(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def rates(self, learned: LearningResult) -> list[tuple[bool, float]]:
+        """Return whether watchers ran in each window that the job filled, and the window's samples per second."""
+        totals = [0, *(update.samples_total for update in learned.updates)]
+        totals[0] = totals[1] - (totals[2] - totals[1])
+        times, rates = learned.times_s, []
+        for (begin_s, is_on), (end_s, _) in itertools.pairwise(self._begins):
+            first, last = bisect.bisect(times, begin_s), bisect.bisect(times, end_s) - 1
+            if 0 < first < last and end_s < times[-1]:
+                rates.append((is_on, (totals[last] - totals[first]) / (times[last] - times[first])))
+        return rates
+
+
+_STARTED_S = 5.0
+
+
+def measure_windows(bench: Bench, model: str, count: int, every_s: float) -> list[tuple[bool, float]]:
+    """Return the samples per second of the windows of one job."""
+    rate = bench.bare(MODELS[model], 3.0).samples_per_s
+    updates = round(rate * (count * every_s + 4 * _STARTED_S) / (GROUP_SIZE * BATCH))
+    config = job_of(model, updates, checkpoints=True)
+    bench.fill(config, image_records, (updates * GROUP_SIZE // 2 + 64) * BATCH)
+    port, windows = processes.free_port(), Windows(every_s)
+    with reader(port), collector() as endpoint:
+        watchers = [
+            ("evaluator", "doll.run.local.roles:evaluator_role", ()),
+            ("otel", "benchmarks.probes:otel_role", (endpoint,)),
+        ]
+        try:
+            learned = bench.learn(watched(config), page_port=port, watchers=watchers, on_start=windows.start)
+        finally:
+            windows.end()
+    return windows.rates(learned)
+
+
+def show_windows(rates: Sequence[tuple[bool, float]]) -> dict[str, Any]:
+    """Print the median of the ratios of neighbouring windows, with an interval of 95 % by resampling."""
+    pairs = [
+        (one if is_on else other) / (other if is_on else one)
+        for (is_on, one), (_, other) in zip(rates[::2], rates[1::2], strict=False)
+    ]
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(pairs, (10_000, len(pairs))), axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
+    row = {"pairs": len(pairs), "ratio": statistics.median(pairs), "low": float(low), "high": float(high)}
+    print(
+        f"watched over frozen: {row['ratio']:.3f} ({low:.3f} to {high:.3f} with 95 %, {len(pairs)} pairs of windows; "
+        f"goal {GOAL_OF_EVERYTHING})"
+    )
+    return row
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.watching", description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=5, help="pairs of runs for each model; default 5")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each run; default 15")
     parser.add_argument("--wait-s", type=float, default=20.0, help="longest wait for an idle machine before each run")
     parser.add_argument("--everything", action="store_true", help="gates, drift and traces too; the goal is 0.97")
+    parser.add_argument("--windows", type=int, default=0, help="number of windows of one job with everything")
     parser.add_argument("--models", default="cnn", help="cnn and small, with a comma; default cnn")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything started here is ended
@@ -135,6 +229,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
 
     with Bench(say) as bench:
+        if args.windows:
+            rates = measure_windows(bench, args.models, args.windows, args.seconds)
+            row = show_windows(rates)
+            path = keep(
+                f"watching-{began:%Y%m%d-%H%M%S}", {"cores": os.cpu_count(), "windows": row, "rates": rates}
+            )  # fmt: skip
+            print(f"written: {path}")
+            return 0
         runner = Runner(bench, args, say)
         for repetition in range(args.repetitions):
             say(f"pair {repetition + 1} of {args.repetitions}; load {os.getloadavg()[0]:.1f}")

@@ -144,7 +144,8 @@ class PsConfig(Section):
     longer checks that no successor exists before it continues"""
     shards: PositiveInt = Field(default=1, le=256)
     """number of processes among which the model is divided (`doll shard`); 1: the parameter server has the whole model.
-    Each shard has at least 262,144 values of the model. The number may change when a run is resumed"""
+    Each shard has at least 262,144 values of the model, unless the model has tables. The number may change when a run
+    is resumed"""
 
 
 class LogConfig(Section):

@@ -260,7 +260,7 @@ class _WorkerProcess:
         decoder = Decoder(dead_letters.decode)
         scope = scope_of(config.job, welcome.run_id)
         tables = self._model.tables
-        row_client = None if tables is None else RowClient(config, blobs, tables.shapes, scope)
+        row_client = None if tables is None else RowClient(config, blobs, tables.shapes, scope, self._model.slices)
         engine: GradientEngine
         if self._stages is None:
             engine = self._thread_engine(blobs, dead_letters, row_client, scope, welcome.usual)

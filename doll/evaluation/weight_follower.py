@@ -37,6 +37,7 @@ from doll.storage.row_changes import RENEW_S, WORD_LIVES_S, RowChanges, decode_r
 from doll.storage.slice_blobs import read_weights
 from doll.storage.stores import open_store
 from doll.tables.row_layers import NO_LAYERS, RowLayers
+from doll.tables.row_slices import joined_rows, row_slices
 
 
 class RowFollower:
@@ -275,17 +276,26 @@ class WeightFollower:
         """Report to the server that rows are followed. It publishes changed rows only while it gets such messages."""
         if self.blobs is not None and self.run_id and self._clock() >= self._renew_at_s:
             self._renew_at_s = self._clock() + RENEW_S
-            self.blobs.put(followed_key(self._scope), [secrets.token_bytes(8)], WORD_LIVES_S)
+            for key in self._model.slices.keys(followed_key(self._scope)):
+                self.blobs.put(key, [secrets.token_bytes(8)], WORD_LIVES_S)
 
     def _is_newest_checkpoint(self, place: Place) -> bool:
         held = open_store(self._config, self._run_folder).versions()
         return bool(held) and place >= held[-1]
 
     def _row_changes(self, term: int, version: int) -> RowChanges | None:
-        data = None if self.blobs is None else self.blobs.get(row_changes_key(self._scope, term, version))
-        if data is None:
-            return None
-        return decode_row_changes(data, self._table_shapes, job=self._scope, version=version)
+        keys = self._model.slices.keys(row_changes_key(self._scope, term, version))
+        parts = []
+        for key, part in zip(keys, row_slices(len(keys)), strict=True):
+            data = None if self.blobs is None else self.blobs.get(key)
+            if data is None:
+                return None
+            shapes = part.shapes(self._table_shapes)
+            parts.append(decode_row_changes(data, shapes, job=self._scope, version=version))
+        if len({(changes.since, changes.began) for changes in parts}) > 1:
+            return None  # a shard has begun to publish later than another one
+        rows = {name: joined_rows([changes.rows[name] for changes in parts]) for name in self._table_shapes}
+        return parts[0]._replace(rows=rows)
 
     def rolled_back(self, beside: Place) -> StoredWeights | None:
         """Return the newest checkpoint if its term is later than that of `beside`, the newest version that was read.

@@ -313,14 +313,18 @@ def build(
 
 
 def _slices_of(config: JobConfig, model: FlatModel) -> Slices:
-    if model.tables is not None:
+    if model.tables is not None and (model.tables.bounds or config.training.clip_norm is not None):
         names = ", ".join(map(repr, model.tables.shapes))
+        what = "training.tables.max_rows" if model.tables.bounds else "training.clip_norm"
         raise ConfigError(
-            f"ps.shards: expected 1, because {config.task.cls} has tables ({names}), which are not divided, got "
-            f"{config.ps.shards}"
+            f"ps.shards: expected 1 with {what}, because {config.task.cls} has tables ({names}): all of their rows are "
+            f"needed in one process, got {config.ps.shards}"
         )
     try:
-        return sliced(model.flat.numel(), model.num_parameters, model.num_floats, config.ps.shards)
+        return sliced(
+            model.flat.numel(), model.num_parameters, model.num_floats, config.ps.shards,
+            may_be_empty=model.tables is not None,
+        )  # fmt: skip
     except ValueError as exc:
         raise ConfigError(f"ps.shards: {exc}: each shard has at least {BLOCK} of them") from exc
 

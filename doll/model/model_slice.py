@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from doll.model.flat_model import FlatModel
-from doll.model.slices import Slice
+from doll.tables.row_slices import RowSlice
 
 
 class ModelSlice:
@@ -15,9 +15,14 @@ class ModelSlice:
 
     Every parameter of the model has a place in `ends_of_parameters`, also if no value of it is in the slice. So a bit
     mask of parameters (`FlatModel.absent`) means the same in all shards.
+
+    Attributes:
+        rows: the rows of tables that the shard holds.
     """
 
-    def __init__(self, model: FlatModel, part: Slice) -> None:
+    def __init__(self, model: FlatModel, shard: int) -> None:
+        part = model.slices[shard]
+        self.rows = RowSlice(shard, len(model.slices))
         self.flat = self.host = model.host[part.begin : part.until].clone()
         self.num_parameters, self.num_floats = part.num_parameters, part.num_floats
         self.ends_of_parameters = tuple(

@@ -55,11 +55,13 @@ class Slices(tuple[Slice, ...]):
         return [self.key(key, shard) for shard in range(len(self))]
 
 
-def sliced(numel: int, num_parameters: int, num_floats: int, shards: int) -> Slices:
+def sliced(
+    numel: int, num_parameters: int, num_floats: int, shards: int, *, may_be_empty: bool = False
+) -> Slices:  # fmt: skip
     """Divide a flat vector into slices of nearly the same number of blocks. Raises ValueError if there are fewer blocks
-    than shards."""
+    than shards, unless slices may be empty, because shards have rows of tables as well."""
     blocks = max(1, -(-numel // BLOCK))
-    if shards > blocks:
+    if shards > blocks and not may_be_empty:
         raise ValueError(f"expected at most {blocks} shards for {numel} values, got {shards}")
     ends = [min(numel, blocks * number // shards * BLOCK) for number in range(shards + 1)]
     return Slices(

@@ -167,6 +167,7 @@ class _Launch:
         self._model = build(config, task, in_files=config.ps.shards > 1)  # its shards have the model
         check_recipe(config.training, self._model)
         self._fingerprint, self._code = fingerprint(config, self._model), source_checksum(task)
+        self._table_shapes = {} if self._model.tables is None else self._model.tables.shapes
 
     def _newest(self) -> Checkpoint | None:
         """Return the newest checkpoint. If the model has shards, it has no tensors, unless an event log needs them."""
@@ -293,7 +294,7 @@ class _Launch:
 
         return ShardedHost(
             config, term, self._model.slices, ends, blobs, run_id=run_id, process=process, wait=wait,
-            keeps_gradients=config.checkpoint.event_log,
+            keeps_gradients=config.checkpoint.event_log, tables=self._table_shapes,
         )  # fmt: skip
 
     def _start(self, checkpoint: Checkpoint | None, term: int = 0, generation: int = 0) -> Start:

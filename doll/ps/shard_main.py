@@ -32,6 +32,8 @@ from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.storage.redis_client import connect_redis
 from doll.storage.slice_blobs import SliceBlobs
 from doll.storage.stores import open_blobs, open_store
+from doll.tables.checkpointed import part_of_tables
+from doll.tables.row_slices import RowSlice
 from doll.task.base import Task, load_task
 
 _LOOK_S: Final = 1.0
@@ -96,15 +98,16 @@ class TermOpener:
             raise ConfigError(f"the parameter server runs another job file: {difference(begin.fingerprint, own)}")
         if begin.place is None and (initial := matched(config, model)) is not None:
             initial.load_into(model)
-        part = model.slices[number]
-        parts = make_parts(config.training, model, ModelSlice(model, part))
+        part = ModelSlice(model, number)
+        parts = make_parts(config.training, model, part)
         if begin.place is not None:
             parts.load(self._tensors(begin.place, model, number))
         blobs = SliceBlobs(self._blobs, model.slices, number)
-        host = ModelHost(config, begin.term, parts.updater, blobs, run_id=begin.run_id)
+        host = ModelHost(config, begin.term, parts.updater, blobs, parts.tables, run_id=begin.run_id, is_shard=True)
+        tables = () if parts.tables is None else tuple(parts.tables.tables)
         empty = Checkpoint(
             job=config.job, fingerprint=begin.fingerprint, term=begin.term, version=0, state=b"", tensors={},
-            sliced=SLICED,
+            sliced=SLICED, row_slices_of=tables,
         )  # fmt: skip
         return ShardTerm(host, parts.updater, empty)
 
@@ -119,4 +122,9 @@ class TermOpener:
         checkpoint = self._store.load_newest(None, place[1])
         if checkpoint is None or checkpoint.term != place[0]:
             raise CheckpointError(f"expected the checkpoint of term {place[0]}, version {place[1]}, got another one")
-        return slice_of_tensors(checkpoint.tensors, model.slices[number])
+        tables = () if model.tables is None else model.tables.shapes
+        try:
+            rows = part_of_tables(checkpoint.tensors, tables, RowSlice(number, len(model.slices)))
+        except KeyError as exc:
+            raise CheckpointError(f"version {place[1]}: expected rows of the model's tables, got no {exc}") from exc
+        return slice_of_tensors(checkpoint.tensors, model.slices[number]) | rows

@@ -54,6 +54,7 @@ from doll.storage.version_marks import (
     obsolete,
     unknown_version,
 )
+from doll.tables.checkpointed import Make, joined_table
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -109,6 +110,7 @@ class Checkpoint:
     chain: bytes = b""  # hash of the model's last update (`doll.records.chain`); b"": it has none
     parts: tuple[CheckpointPart, ...] = ()  # of a model with shards, in order; then a file has no tensors
     sliced: tuple[str, ...] = ()  # in a part: the tensors of which it has a slice; it has the others whole
+    row_slices_of: tuple[str, ...] = ()  # in a part: the tables of which it has some rows (`doll.tables.row_slices`)
     changes: RowChanges | None = None  # which rows have changed; None: unknown, so the checkpoint is stored whole
 
 
@@ -133,6 +135,7 @@ class CheckpointHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     chain: bytes = b""
     parts: tuple[CheckpointPart, ...] = ()
     sliced: tuple[str, ...] = ()
+    row_slices_of: tuple[str, ...] = ()
     state: bytes = b""
     base: BaseReference | None = None  # None: the checkpoint is whole
     patches: dict[str, Patch] = {}  # by name, the tensors of which only changed rows are stored
@@ -180,6 +183,7 @@ def encode_checkpoint(
             chain=checkpoint.chain,
             parts=checkpoint.parts,
             sliced=checkpoint.sliced,
+            row_slices_of=checkpoint.row_slices_of,
             base=base,
             patches=dict(patches),
             whole_bytes=whole_bytes,
@@ -273,6 +277,7 @@ def _decode(data: bytes | mmap.mmap, *, in_place: bool, writable: bool = False) 
         chain=head.chain,
         parts=head.parts,
         sliced=head.sliced,
+        row_slices_of=head.row_slices_of,
     )
     return checkpoint, head
 
@@ -627,7 +632,7 @@ class CheckpointStore(ABC):
             try:
                 checkpoint = self._load(term, version, in_place)
                 if checkpoint.parts:
-                    checkpoint = self._with_tensors(checkpoint, with_parts)
+                    checkpoint = self._with_tensors(checkpoint, with_parts, in_place)
             except DamagedError as exc:
                 reason = reason or str(exc)
                 if wanted is None or (term, version) != versions[0]:
@@ -647,10 +652,11 @@ class CheckpointStore(ABC):
             )
         return None
 
-    def _with_tensors(self, checkpoint: Checkpoint, with_parts: bool) -> Checkpoint:
+    def _with_tensors(self, checkpoint: Checkpoint, with_parts: bool, in_place: bool) -> Checkpoint:
         parts = (self.read_part(checkpoint.term, checkpoint.version, part) for part in checkpoint.parts)
         if with_parts:
-            return dataclasses.replace(checkpoint, tensors=joined(parts))
+            tensors = joined(parts, _zeros_in_file if in_place else np.zeros)
+            return dataclasses.replace(checkpoint, tensors=tensors)
         for _ in parts:  # one after the other, so that one at a time is in memory
             pass
         return checkpoint
@@ -769,14 +775,17 @@ def unused_parts(names: Iterable[str]) -> list[str]:
     return [name for name, key in keys.items() if key not in kept and key < max(kept, default=(0, 0))]
 
 
-def joined(parts: Iterable[Checkpoint]) -> dict[str, npt.NDArray[Any]]:
-    """Return the tensors of a checkpoint from its parts, in order. Raise DamagedError if they do not fit together."""
+def joined(parts: Iterable[Checkpoint], make: Make = np.zeros) -> dict[str, npt.NDArray[Any]]:
+    """Return the tensors of a checkpoint from its parts, in order. `make`: function that allocates tables. Raise
+    DamagedError if they do not fit together."""
     items = list(parts)
     tensors = dict(items[0].tensors)
     try:
         for name in items[0].sliced:
             if name in tensors:
                 tensors[name] = np.concatenate([item.tensors[name] for item in items])
+        for table in items[0].row_slices_of:
+            tensors |= joined_table([item.tensors for item in items], table, make)
     except (KeyError, ValueError) as exc:
         raise DamagedError(f"its parts do not fit together: {exc}") from exc
     return tensors

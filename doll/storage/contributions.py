@@ -17,6 +17,7 @@ import numpy.typing as npt
 from doll.model.slices import Slice, Slices
 from doll.storage.blobs import Buffer, blob_info, decode_blob, encode_blob
 from doll.storage.sections import RoundedVector, decode_push, encode_push
+from doll.tables.row_slices import RowSlice, row_slices
 from doll.tables.rows import Rows, TableShape
 
 Vector = npt.NDArray[np.float32]
@@ -50,8 +51,8 @@ class Compressor(NamedTuple):
     def compress_slices(
         self, values: Vector, slices: Slices | None, *, version: int, rows: Mapping[str, Rows] = NO_ROWS
     ) -> list[list[Buffer]]:  # fmt: skip
-        """Return a blob for each slice of a contribution; see `compress`. A model with several slices has no rows.
-        `slices`: None: the model is not divided."""
+        """Return a blob for each slice of a contribution; see `compress`. It contains the rows of the slice's shard
+        (`doll.tables.row_slices`). `slices`: None: the model is not divided."""
         if slices is None:
             n = len(values) if self.num_parameters is None else self.num_parameters
             slices = Slices([Slice(0, len(values), n, n)])
@@ -63,13 +64,13 @@ class Compressor(NamedTuple):
         is_dense = sum(map(len, ids)) > MAX_SHARE * self.num_parameters
         rounded = self.rounding(parameters) if self.rounding is not None and is_dense else None
         return [
-            self._compressed(part, part.view(values), here, rounded, version, rows)
-            for part, here in zip(slices, ids, strict=True)
+            self._compressed(part, part.view(values), here, rounded, version, shard.parts(rows), shard)
+            for part, here, shard in zip(slices, ids, row_slices(len(slices)), strict=True)
         ]
 
     def _compressed(
         self, part: Slice, values: Vector, ids: npt.NDArray[np.int64], rounded: RoundedVector | None, version: int,
-        rows: Mapping[str, Rows],
+        rows: Mapping[str, Rows], shard: RowSlice,
     ) -> list[Buffer]:  # fmt: skip
         """Return the blob of one slice. `ids`: its parameters that are not zero. `rounded`: those of all slices."""
         n = part.num_parameters
@@ -85,7 +86,7 @@ class Compressor(NamedTuple):
         if len(values) > n:
             pieces[TAIL] = values[n:]
         return encode_push(
-            {**pieces, **rows}, shapes_of(len(values), n, self.tables), job=self.job, version=version
+            {**pieces, **rows}, shapes_of(len(values), n, shard.shapes(self.tables)), job=self.job, version=version
         ).parts
 
     def compress(self, values: Vector, *, version: int, rows: Mapping[str, Rows] = NO_ROWS) -> list[Buffer]:
@@ -97,6 +98,20 @@ class Compressor(NamedTuple):
             version: version of the weights at which the contribution was computed.
         """
         return self.compress_slices(values, None, version=version, rows=rows)[0]
+
+
+def whole_contribution(
+    values: Vector, num_parameters: int, rows: Mapping[str, Rows], tables: Tables, *, job: str, version: int
+) -> list[Buffer]:
+    """Return a blob with all of `values`, shape (numel,), and `rows`, as parts."""
+    if not rows:
+        return encode_blob(values, job=job, kind="g", version=version)
+    pieces: dict[str, Vector | RoundedVector | Rows] = {**rows}
+    if num_parameters:
+        pieces[PARAMETERS] = values[:num_parameters]
+    if len(values) > num_parameters:
+        pieces[TAIL] = values[num_parameters:]
+    return encode_push(pieces, shapes_of(len(values), num_parameters, tables), job=job, version=version).parts
 
 
 def decode_contribution(

@@ -36,11 +36,13 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", some(list(POLICIES), "doll", "wsp"))
-def test_tables_outlive_server_and_workers(make_pipeline: MakePipeline, policy: str) -> None:
+def test_tables_outlive_server_shards_and_workers(make_pipeline: MakePipeline, policy: str) -> None:
+    shards = 2 if policy == "wsp" else 1
     job = make_pipeline(
         *CLICKS,
         f"training.policy={POLICIES[policy]}",
         f"control.kind={'kafka' if policy == 'doll' else 'auto'}",
+        f"ps.shards={shards}",
         "stop.updates=260",
         "source.limit_samples=45000",
     )
@@ -52,11 +54,13 @@ def test_tables_outlive_server_and_workers(make_pipeline: MakePipeline, policy: 
     job.kill("ps")
     job.until_version(140)
     job.kill("worker-1")
-    job.kill("ps")
+    job.kill("ps" if shards == 1 else "shard-1")
     job.until_finished()
     job.assert_audit_ok()
     tensors = job.checkpoint().tensors
     touched = tensors[f"table.{NAME}.touched"]
+    assert len(np.unique(touched)) == len(touched)
+    assert set(touched % shards) == set(range(shards))
     assert 500 < len(touched) < COLUMNS / 10, "rows that no click has used are not touched"
     losses = [update.loss for update in job.updates]
     assert np.mean(losses[-50:]) < np.mean(losses[:20])

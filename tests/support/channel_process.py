@@ -247,7 +247,7 @@ class Process(worlds.Process):
         self.tables: WorkerTables | None = None
         shapes = {} if self.model.tables is None else self.model.tables.shapes
         if shapes:
-            self.client = AtOnce(config, world.blobs, dict(shapes))
+            self.client = AtOnce(config, world.blobs, dict(shapes), slices=self.model.slices)
             self.client.connect(lambda request: world.get_rows(self, request))
             self.tables = WorkerTables(
                 self.client, 2000,

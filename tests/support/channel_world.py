@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from channel_process import PLACES, SETTLING, WORKERS, Process, job_of, takes_tables
 from doll.consumers.compute.gradient_engine import batch_seed
 from doll.consumers.protocol.grants import part_of
@@ -125,6 +126,7 @@ class World(worlds.World[Process]):
     def _make_engine(self) -> Engine:
         parts = make_parts(self.config.training, build(self.config, self.task))
         self.host: Any = ModelHost(self.config, self.term, parts.updater, self.blobs, parts.tables)
+        self._num_parameters = parts.updater.num_parameters
         if self.saved is None:
             start = Start(self.term, self.now, (0,) * self._partitions_at_start)
         else:
@@ -132,13 +134,17 @@ class World(worlds.World[Process]):
         return make_engine(self.config, start, self.host.load)
 
     def _model(self) -> tuple[Vector, dict[str, Vector]]:
-        tensors = self.host.tensors()
+        tensors = self.tensors()
         rows = {
             name.removeprefix("table.").removesuffix(".values"): values.astype(np.float64)
             for name, values in tensors.items()
             if name.endswith(".values")
         }
-        return tensors["weights"][: self.host._updater.num_parameters].astype(np.float64), rows
+        return tensors["weights"][: self._num_parameters].astype(np.float64), rows
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        tensors: dict[str, npt.NDArray[Any]] = self.host.tensors()
+        return tensors
 
     def perform(self, action: ev.EngineAction) -> ev.Event | None:
         host = self.host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from doll.config import JobConfig
 from doll.model.slices import Slices
@@ -16,6 +16,7 @@ from doll.ps.shards.shard import Shard, ShardTerm
 from doll.ps.shards.sharded_host import ShardedHost
 from doll.storage.blobs import Blobs
 from doll.storage.checkpoints import CheckpointStore
+from doll.tables.rows import TableShape
 from doll.task.base import Task
 
 _POLL_S = 5.0
@@ -112,16 +113,17 @@ class ShardThreads:
             self._threads.append(self._started(number))
 
     def host(
-        self, term: int, slices: Slices, *, wait: Callable[[str], object] | None = None, keeps_gradients: bool = False
-    ) -> ShardedHost:
+        self, term: int, slices: Slices, *, wait: Callable[[str], object] | None = None, keeps_gradients: bool = False,
+        tables: Mapping[str, TableShape] | None = None, run_id: str = "",
+    ) -> ShardedHost:  # fmt: skip
         self._count += 1
         name = f"server-{self._count}"
         ends = [MemoryServerEnd(pipe, name) for pipe in self.pipes]
         for end in ends:
             end.gives_up = wait is not None
         return ShardedHost(
-            self._config, term, slices, ends, self._blobs, run_id="", process=name,
-            wait=wait or (lambda waits_for: None), keeps_gradients=keeps_gradients,
+            self._config, term, slices, ends, self._blobs, run_id=run_id, process=name,
+            wait=wait or (lambda waits_for: None), keeps_gradients=keeps_gradients, tables=tables or {},
         )  # fmt: skip
 
     def kill(self, number: int) -> None:

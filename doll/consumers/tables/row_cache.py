@@ -16,7 +16,7 @@ changed up to a later version, the row is known up to that version.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from doll.errors import BlobError, IllegalEventError
 from doll.storage.sections import RowRequest
 from doll.tables.id_index import IdIndex
+from doll.tables.row_slices import row_slices
 from doll.tables.rows import (
     Floats,
     Ids,
@@ -104,7 +105,8 @@ class FetchedRows(NamedTuple):
     rows: Rows  # all rows that were requested completely, and known rows that have changed
     version: int  # version of the rows
     included: int = 0  # number of the worker's batches in `version`
-    patch: Patch | None = None  # other changed values of known rows; None: `rows` is complete
+    # Of each shard, the other changed values of known rows; (): `rows` is complete.
+    patches: tuple[Patch, ...] = ()
 
 
 Fetch: TypeAlias = Callable[[RowRequest], FetchedRows]
@@ -226,7 +228,7 @@ class RowCache:
         is_here = slots >= 0
         answer = self._checked(fetch(RowRequest(ids[~is_here], ids[is_here], _few(known[is_here]))), min_version)
         rows = self._values[slots]
-        if answer.patch is not None and not _is_patched(ids, rows, is_here, answer.rows, answer.patch):
+        if answer.patches and not _are_patched(ids, rows, is_here, answer.rows, answer.patches):
             self.num_differences += 1
             answer = self._checked(fetch(RowRequest(ids, _NO_IDS)), min_version)
             is_here = np.zeros(len(ids), np.bool_)
@@ -312,14 +314,19 @@ def _few(versions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.where(versions < different[1 - _MAX_VERSIONS], different[0], versions)
 
 
-def _is_patched(ids: Ids, rows: Floats, is_here: npt.NDArray[np.bool_], whole: Rows, patch: Patch) -> bool:
+def _are_patched(
+    ids: Ids, rows: Floats, is_here: npt.NDArray[np.bool_], whole: Rows, patches: Sequence[Patch]
+) -> bool:  # fmt: skip
     """Change those of `rows` that are in the cache to the server's rows, in place. Return whether they are equal
     now."""
     write_where_equal(ids, rows, whole)
-    is_in, at = found(patch.ids, ids)
-    if not is_in.all():
-        return False
-    patched = rows[at]
-    patched.reshape(-1)[np.flatnonzero(patch.is_there)] = patch.values
-    rows[at] = patched
-    return checksum_of(rows[is_here]) == patch.checksum
+    for patch, part in zip(patches, row_slices(len(patches)), strict=True):
+        is_in, at = found(patch.ids, ids)
+        if not is_in.all():
+            return False
+        patched = rows[at]
+        patched.reshape(-1)[np.flatnonzero(patch.is_there)] = patch.values
+        rows[at] = patched
+        if checksum_of(rows[is_here & part.has(ids)]) != patch.checksum:
+            return False
+    return True

@@ -6,15 +6,19 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from doll.config import JobConfig
 from doll.consumers.tables.row_cache import FetchedRows
 from doll.errors import BlobError, NotFiniteError
+from doll.model.slices import Slices
 from doll.records.control import GetRows, Grant, RowsStored
 from doll.storage.blobs import Blobs, row_request_key
 from doll.storage.sections import RowRequest, StoredAnswer, decode_rows, encode_row_request
-from doll.tables.rows import TableShape, no_rows
+from doll.tables.row_slices import RowSlice, joined_rows, row_slices, with_ids
+from doll.tables.rows import Patch, Rows, TableShape, no_rows
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -23,13 +27,27 @@ _ASK_AGAIN_S: Final = 1.0
 _GIVE_UP_S: Final = 20.0  # below the default time after which a grant is replaced
 
 
+class TakenRows(NamedTuple):
+    """Rows from the blob store, by table name; see `StoredAnswer`. Of the patches, each shard has its own."""
+
+    rows: dict[str, Rows]
+    version: int
+    patches: dict[str, tuple[Patch, ...]]
+
+
 class RowClient:
-    """The requests of one worker process, one at a time. Any thread may call `deliver` and `look_again`; only one
+    """The requests of one worker process, one at a time. If the model has shards, each request and each answer has a
+    blob for each shard. Any thread may call `deliver` and `look_again`; only one
     thread may call the other methods."""
 
-    def __init__(self, config: JobConfig, blobs: Blobs, tables: dict[str, TableShape], scope: str = "") -> None:
+    def __init__(
+        self, config: JobConfig, blobs: Blobs, tables: dict[str, TableShape], scope: str = "",
+        slices: Slices | None = None,
+    ) -> None:  # fmt: skip
         """Create the client. `scope`: see `doll.storage.blobs.scope_of`. Default: the name of the job, for a run
-        without an id."""
+        without an id. `slices`: those of the model's shards; None: it is not divided."""
+        self._slices = slices
+        self._parts = row_slices(1 if slices is None else len(slices))
         self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s
         self._blobs = blobs
@@ -69,11 +87,17 @@ class RowClient:
         assert self._send is not None, "connect() comes first"
         assert self._grant is not None, "begin() comes first"
         grant, begun_s = self._grant, time.monotonic()
-        blob = encode_row_request({name: request}, self.tables, job=self._scope, version=grant.min_version)
+        blobs = [
+            encode_row_request(
+                {name: _part_of(request, part)}, part.shapes(self.tables), job=self._scope, version=grant.min_version
+            )
+            for part in self._parts
+        ]
         while True:
             self._number += 1
             key = row_request_key(self._scope, grant.term, grant.worker, grant.session, self._number)
-            self._blobs.put(key, blob.parts, self._ttl_s)
+            for stored_key, blob in zip(self._keys(key), blobs, strict=True):
+                self._blobs.put(stored_key, blob.parts, self._ttl_s)
             self._send(
                 GetRows(worker=grant.worker, session=grant.session, term=grant.term, number=self._number, key=key)
             )
@@ -102,7 +126,7 @@ class RowClient:
                 continue
             if (answer.term, answer.session, answer.number) == (grant.term, grant.session, self._number):
                 return answer
-            self._blobs.delete(answer.key)  # the answer to a request that was repeated
+            self._blobs.delete(*self._keys(answer.key))  # the answer to a request that was repeated
         return None
 
     def _read(self, name: str, answer: RowsStored) -> FetchedRows | None:
@@ -114,18 +138,45 @@ class RowClient:
         except BlobError:
             return None
         rows = stored.rows.get(name, no_rows(self.tables[name].width))
-        return FetchedRows(rows, stored.version, answer.included, stored.patches.get(name))
+        return FetchedRows(rows, stored.version, answer.included, stored.patches.get(name, ()))
 
-    def take(self, key: str) -> StoredAnswer:
+    def take(self, key: str) -> TakenRows:
         """Return the rows under `key`, and delete them, because no other process reads them. Log and raise BlobError if
         the blob store does not contain all of them. Raise NotFiniteError if a value is NaN or infinite.
         """
+        keys = self._keys(key)
         try:
-            if (blob := self._blobs.get(key)) is None:
-                raise BlobError("not in the blob store (any more)")
-            rows = decode_rows(blob, self.tables, job=self._scope)
+            answers = [self._decoded(stored_key, part) for stored_key, part in zip(keys, self._parts, strict=True)]
+            if len({answer.version for answer in answers}) > 1:
+                raise BlobError("the shards have answered with rows of different versions")
         except BlobError as exc:
             log.warning("rows_refused", key=key, reason=str(exc))
             raise
-        self._blobs.delete(key)
-        return rows
+        self._blobs.delete(*keys)
+        return self._joined(answers)
+
+    def _decoded(self, key: str, part: RowSlice) -> StoredAnswer:
+        if (blob := self._blobs.get(key)) is None:
+            raise BlobError("not in the blob store (any more)")
+        return decode_rows(blob, part.shapes(self.tables), job=self._scope)
+
+    def _joined(self, answers: list[StoredAnswer]) -> TakenRows:
+        rows, patches = {}, {}
+        for name, shape in self.tables.items():
+            if any(name in answer.rows for answer in answers):
+                rows[name] = joined_rows([answer.rows.get(name, no_rows(shape.width)) for answer in answers])
+            if any(name in answer.patches for answer in answers):
+                patches[name] = tuple(
+                    with_ids(answer.patches.get(name), part, shape.width)
+                    for answer, part in zip(answers, self._parts, strict=True)
+                )
+        return TakenRows(rows, answers[0].version, patches)
+
+    def _keys(self, key: str) -> list[str]:
+        return [key] if self._slices is None else self._slices.keys(key)
+
+
+def _part_of(request: RowRequest, part: RowSlice) -> RowRequest:
+    """Return the part of a request for rows of one table that a shard answers."""
+    since = np.broadcast_to(request.since, len(request.known))[part.has(request.known)]
+    return RowRequest(part.numbers(request.ids), part.numbers(request.known), since)

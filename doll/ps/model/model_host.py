@@ -105,9 +105,11 @@ class ModelHost:
 
     def __init__(
         self, config: JobConfig, term: int, updater: Updater, blobs: Blobs, tables: TableStore | None = None, *,
-        run_id: str = "",
+        run_id: str = "", is_shard: bool = False,
     ) -> None:  # fmt: skip
-        """`tables`: the tables of the model; None: it has no tables. `run_id`: see `doll.ps.start.Start`."""
+        """`tables`: the tables of the model; None: it has no tables. `run_id`: see `doll.ps.start.Start`. `is_shard`:
+        whether another process publishes the pointer to the newest version, after `tidy` has stored changed rows."""
+        self._waits_for_tidy = is_shard and tables is not None
         self._scope = scope_of(config.job, run_id)
         self._term = term
         self._ttl_s = config.blobs.ttl_s
@@ -139,6 +141,10 @@ class ModelHost:
         self._num_not_finite = 0  # number of sparse gradients since the last finite one
         self._pointed_at = -1  # version that the published `Latest` names
         self._clearing: Future[None] | None = None  # cleanup of a far store, which runs while the server continues
+
+    @property
+    def has_tables(self) -> bool:
+        return self._tables is not None
 
     @property
     def num_values(self) -> int:
@@ -274,7 +280,7 @@ class ModelHost:
         if self._unused:
             unused, self._unused = self._unused, []
             calls.append(partial(self._blobs.delete, *unused))
-        if calls and self._blobs.is_far:
+        if calls and self._blobs.is_far and not self._waits_for_tidy:
             self._clearing = in_thread(partial(_call_all, calls), "clear")
         else:
             _call_all(calls)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from doll.config import TrainingConfig
 from doll.metrics.states import combined, from_bytes
 from doll.model.flat_model import FlatModel
+from doll.model.model_slice import ModelSlice
 from doll.optim.optimizer import Contribution, FlatVector, OuterOptimizer, StepAdder, Updater
 from doll.optim.recipe import decay, make_optimizer
 from doll.optim.row_optimizer import row_optimizers
@@ -198,11 +199,11 @@ class ModelParts(NamedTuple):
             self.tables.load(tensors)
 
 
-def make_parts(config: TrainingConfig, model: FlatModel, part: FlatVector | None = None) -> ModelParts:
-    """Make the parts for the section `training`. They take over the weights and the table rows of `model`, or the
-    weights of `part`, its slice in a shard. Raises ConfigError if an optimizer cannot be made, or cannot be used for
+def make_parts(config: TrainingConfig, model: FlatModel, part: ModelSlice | None = None) -> ModelParts:
+    """Make the parts for the section `training`. They take over the weights and the table rows of `model`, or those of
+    `part`, its slice in a shard. Raises ConfigError if an optimizer cannot be made, or cannot be used for
     tables."""
-    vector = model if part is None else part
+    vector: FlatVector = model if part is None else part
     tables = None
     if model.tables is not None:
         optimizers = None if config.policy.sends_steps else row_optimizers(config, model.tables.shapes)
@@ -213,7 +214,10 @@ def make_parts(config: TrainingConfig, model: FlatModel, part: FlatVector | None
             for name, bounds in model.tables.bounds.items()
             if optimizers is not None
         }
-        tables = TableStore(model.tables.take_initial(), optimizers, bounded)
+        initial = model.tables.take_initial()
+        if part is not None:
+            initial = {name: part.rows.values(values) for name, values in initial.items()}
+        tables = TableStore(initial, optimizers, bounded, is_slice=part is not None)
     if (outer := config.policy.outer_step) is not None:
         return ModelParts(OuterOptimizer(vector, outer, decay(config)), tables)
     if config.policy.sends_steps:

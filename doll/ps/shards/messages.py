@@ -14,6 +14,7 @@ from doll.errors import CheckpointError, ConfigError, DollError, RecordError
 from doll.optim.optimizer import DivergedError
 from doll.ps.engine.events import ApplyUpdate, FetchGradient
 from doll.records.bounded import short
+from doll.records.control import GetRows
 from doll.storage.checkpoints import CheckpointPart
 
 FailureKind: TypeAlias = Literal["config", "checkpoint", "diverged", "other"]
@@ -62,6 +63,27 @@ class Prefetch(Message, frozen=True):
     coming: tuple[str, ...]
 
 
+class StoreRows(Message, frozen=True):
+    """Store the rows of the current version that a worker asks for; see `ModelHost.store_rows`. Answered by RowsPut."""
+
+    request: GetRows
+    version: int
+    subscribes: bool
+
+
+class StoreChanges(Message, frozen=True):
+    """Store the changed rows of a worker; see `ModelHost.changed_rows`. Answered by RowsPut."""
+
+    worker: int
+    version: int
+
+
+class ForgetRows(Message, frozen=True):
+    """See `ModelHost.forget_rows`."""
+
+    worker: int
+
+
 class Apply(Message, frozen=True):
     """Make the next version. Answered by Applied; before it by Squares if the gradient is clipped by norm."""
 
@@ -88,7 +110,8 @@ class Release(Message, frozen=True):
 
 
 class Tidy(Message, frozen=True):
-    """See `ModelHost.tidy`."""
+    """See `ModelHost.tidy`. Answered by Tidied if the model has tables: readers that see the pointer to a version find
+    the rows that it has changed."""
 
     named: tuple[int, ...]
 
@@ -132,6 +155,23 @@ class Fetched(Message, frozen=True):
     max_change: float = 0.0
     num_bytes: int = 0
     num_sent: int = 0
+    plain_row_bytes: int = 0
+
+
+class RowsPut(Message, frozen=True):
+    """The shard's part of rows is in the blob store, under the slice of `key`; see `StoredRows`. `key`: "": it is not.
+    `lost`: reason why the request cannot be answered."""
+
+    key: str
+    lost: str = ""
+    plain_bytes: int = 0
+    coded_bytes: int = 0
+    since: int = 0
+    request_bytes: int = 0
+
+
+class Tidied(Message, frozen=True):
+    """The rows that a version has changed are in the blob store, if a reader follows them."""
 
 
 class Applied(Message, frozen=True):
@@ -171,10 +211,10 @@ ERRORS: Final[Mapping[FailureKind, type[DollError]]] = {
 }  # fmt: skip
 
 Order = (
-    Begin | Fetch | AddInOrder | Prefetch | Apply | Squares | Publish | Release | Tidy | Drop | Snapshot
-    | ForgetSnapshot | End
+    Begin | Fetch | AddInOrder | Prefetch | Apply | Squares | StoreRows | StoreChanges | ForgetRows | Publish | Release
+    | Tidy | Drop | Snapshot | ForgetSnapshot | End
 )  # fmt: skip
-Answer = Begun | Fetched | Squares | Applied | Published | PartStored | PartFailed | Failed
+Answer = Begun | Fetched | Squares | RowsPut | Applied | Published | Tidied | PartStored | PartFailed | Failed
 
 _ORDERS: Final = msgspec.msgpack.Decoder(Order)
 _ANSWERS: Final = msgspec.msgpack.Decoder(Answer)

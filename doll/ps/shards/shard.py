@@ -11,13 +11,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final, NamedTuple, assert_never
 
-from doll.errors import CheckpointError, DollError, FencedError, ServiceUnavailableError
+from doll.errors import BlobError, CheckpointError, DollError, FencedError, ServiceUnavailableError
 from doll.optim.optimizer import Updater
 from doll.process.fault_points import fault_point
 from doll.ps.engine.events import GradientLost
 from doll.ps.model.model_host import ModelHost
 from doll.ps.shards import messages as m
 from doll.ps.shards.pipes import ShardEnd
+from doll.ps.tables.row_server import StoredRows
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.telemetry import get_logger
 
@@ -110,7 +111,9 @@ class Shard:
                 outcome = host.fetch(fetch)
                 if isinstance(outcome.event, GradientLost):
                     return m.Fetched(outcome.event.reason)
-                return m.Fetched("", outcome.event.max_change, outcome.num_bytes, outcome.num_sent)
+                return m.Fetched(
+                    "", outcome.event.max_change, outcome.num_bytes, outcome.num_sent, outcome.plain_row_bytes
+                )
             case m.AddInOrder(order=fetch):
                 host.add_in_order(fetch)
             case m.Prefetch(keys=keys, coming=coming):
@@ -119,6 +122,15 @@ class Shard:
                 num_samples = host.apply(update)
                 fault_point("shard.after_apply")
                 return m.Applied(num_samples)
+            case m.StoreRows(request=request, version=version, subscribes=subscribes):
+                try:
+                    return _put(host.store_rows(request, version, subscribes=subscribes))
+                except BlobError as exc:
+                    return m.RowsPut("", lost=str(exc))
+            case m.StoreChanges(worker=worker, version=version):
+                return _put(host.changed_rows(worker, version))
+            case m.ForgetRows(worker=worker):
+                host.forget_rows(worker)
             case m.Publish(version=version, again=again):
                 (host.republish if again else host.publish)(version)
                 return m.Published()
@@ -126,6 +138,7 @@ class Shard:
                 host.release(version)
             case m.Tidy(named=named):
                 host.tidy(named)
+                return m.Tidied() if host.has_tables else None
             case m.Drop(key=key, held=held):
                 host.drop(key, held)
             case m.Snapshot(version=version):
@@ -174,6 +187,12 @@ class Shard:
             self._parts.close()
         self._term = self._parts = None
         self._end.serve("")
+
+
+def _put(rows: StoredRows | None) -> m.RowsPut:
+    if rows is None:
+        return m.RowsPut("")
+    return m.RowsPut(rows.key, "", *rows.size, rows.since, rows.request_bytes)
 
 
 class _TermOver(Exception):

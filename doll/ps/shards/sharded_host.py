@@ -26,16 +26,20 @@ from doll.ps.shards.pipes import ServerEnd
 from doll.ps.tables.bounded_ids import Totals
 from doll.ps.tables.row_server import StoredRows
 from doll.records.control import GetRows
-from doll.storage.blobs import Blobs, Buffer, Latest, encode_blob, encode_latest, latest_key, scope_of, weights_key
+from doll.storage.blobs import Blobs, Buffer, Latest, encode_latest, latest_key, scope_of, weights_key
 from doll.storage.checkpoints import Checkpoint, CheckpointPart, VersionStore
-from doll.storage.contributions import decode_contribution
+from doll.storage.contributions import decode_contribution, whole_contribution
 from doll.storage.differences import RowChanges
+from doll.storage.sections import WireSize
+from doll.tables.row_slices import joined_rows, row_slices
+from doll.tables.rows import TableShape
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
 A = TypeVar("A")
 
+_NO_TABLES: Final[Mapping[str, TableShape]] = {}
 _WAIT_S: Final = 1.0
 _BEGIN_AGAIN_S: Final = 15.0  # a shard that has taken a Begin and not answered may have ended
 
@@ -54,9 +58,11 @@ class ShardedHost:
     def __init__(
         self, config: JobConfig, term: int, slices: Slices, ends: Sequence[ServerEnd], blobs: Blobs, *, run_id: str,
         process: str, wait: Callable[[str], object] = lambda waits_for: None, keeps_gradients: bool = False,
+        tables: Mapping[str, TableShape] = _NO_TABLES,
     ) -> None:  # fmt: skip
         """
         Args:
+            tables: shapes of the model's tables, by name.
             ends: the pipes to the shards, in order.
             process: name of this process, to which the shards answer.
             wait: is called about once a second while this host waits, with what it waits for. It may raise an error.
@@ -65,6 +71,7 @@ class ShardedHost:
         self._scope = scope_of(config.job, run_id)
         self._run_id, self._process = run_id, process
         self._term, self._slices, self._ends, self._blobs = term, slices, ends, blobs
+        self._tables = tables
         self._ttl_s = config.blobs.ttl_s
         self._wait, self._keeps_gradients = wait, keeps_gradients
         self._processes: list[str] = []
@@ -123,21 +130,32 @@ class ShardedHost:
         return FetchOutcome(
             GradientFetched(grant_id=order.grant_id, max_change=max(answer.max_change for answer in answers)),
             blob, sum(answer.num_bytes for answer in answers), sum(answer.num_sent for answer in answers),
+            sum(answer.plain_row_bytes for answer in answers),
         )  # fmt: skip
 
     def _gradient(self, order: FetchGradient) -> Buffer:
         """Return the whole gradient as one blob, for the event log."""
         parts = []
-        for number, part in enumerate(self._slices):
+        for number, (part, rows) in enumerate(zip(self._slices, row_slices(len(self._slices)), strict=True)):
             data = self._blobs.get(self._slices.key(order.key, number))
             if data is None:
                 raise BlobError(f"slice {number} of {order.key} has expired")
             parts.append(
                 decode_contribution(
-                    data, part.num_parameters, job=self._scope, version=order.version, numel=part.size
-                ).values
+                    data,
+                    part.num_parameters,
+                    job=self._scope,
+                    version=order.version,
+                    numel=part.size,
+                    tables=rows.shapes(self._tables),
+                )
             )
-        return b"".join(encode_blob(np.concatenate(parts), job=self._scope, kind="g", version=order.version))
+        values = np.concatenate([part.values for part in parts])
+        num_parameters = sum(part.num_parameters for part in self._slices)
+        of_tables = {name: joined_rows([part.rows[name] for part in parts]) for name in parts[0].rows}
+        return b"".join(
+            whole_contribution(values, num_parameters, of_tables, self._tables, job=self._scope, version=order.version)
+        )
 
     def prefetch(self, keys: Sequence[str], coming: Sequence[str] = ()) -> None:
         self._tell(m.Prefetch(tuple(keys), tuple(coming)))
@@ -174,27 +192,39 @@ class ShardedHost:
         if self._is_tidy:
             return
         self._is_tidy = True
+        if self._tables:
+            self._ask(m.Tidy(tuple(named)), m.Tidied)
+        else:
+            self._tell(m.Tidy(tuple(named)))
         if self._published != self._pointed_at:
             key = weights_key(self._scope, self._term, self._published)
             latest = Latest(term=self._term, version=self._published, key=key)
             self._blobs.put(latest_key(self._scope), encode_latest(latest), self._ttl_s)
             self._pointed_at = self._published
-        self._tell(m.Tidy(tuple(named)))
 
     def drop(self, key: str, held: int = 0) -> None:
         self._tell(m.Drop(key, held))
 
     def store_rows(self, request: GetRows, version: int, *, subscribes: bool) -> StoredRows:
-        raise BlobError(f"worker {request.worker} asks for rows, but the model has no tables")
+        if not self._tables:
+            raise BlobError(f"worker {request.worker} asks for rows, but the model has no tables")
+        answers = self._ask(m.StoreRows(request, version, subscribes), m.RowsPut)
+        if lost := next((answer.lost for answer in answers if answer.lost), ""):
+            raise BlobError(lost)
+        return _stored(answers)
 
     def changed_rows(self, worker: int, version: int) -> StoredRows | None:
-        return None
+        if not self._tables:
+            return None
+        answers = self._ask(m.StoreChanges(worker, version), m.RowsPut)
+        return _stored(answers) if answers[0].key else None
 
     def forget_rows(self, worker: int) -> None:
-        """Do nothing, because there are no tables."""
+        if self._tables:
+            self._tell(m.ForgetRows(worker))
 
     def table_totals(self) -> dict[str, Totals]:
-        return {}
+        return {}  # bounded tables are not divided
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Order the parts of a checkpoint of the current version, and return no tensors: `PartedStore` gathers the
@@ -293,6 +323,12 @@ class ShardedHost:
             error = ShardLostError if answer.kind == "other" else m.ERRORS[answer.kind]
             raise error(f"shard {number}: {answer.reason}")
         return answer
+
+
+def _stored(answers: Sequence[m.RowsPut]) -> StoredRows:
+    """Return the rows that all shards have stored. Every shard gets all requests, so `since` is the same."""
+    size = WireSize(sum(each.plain_bytes for each in answers), sum(each.coded_bytes for each in answers))
+    return StoredRows(answers[0].key, size, answers[0].since, sum(each.request_bytes for each in answers))
 
 
 def _with_order(order: FetchGradient, *, in_order: bool) -> FetchGradient:

@@ -19,10 +19,11 @@ from doll.errors import CheckpointError
 from doll.optim.row_optimizer import RowOptimizer
 from doll.ps.tables.bounded_ids import FREE, BoundedIds, Totals
 from doll.ps.tables.number_changes import NOBODY
-from doll.ps.tables.table_parts import RowAnswer, StoredTable, stored_tensor, tensor_name
+from doll.ps.tables.table_parts import RowAnswer, StoredTable, stored_tensor
 from doll.storage.differences import ChangedRows, RowChanges
 from doll.storage.sections import RowRequest
 from doll.tables.bounds import FirstRows, TableBounds
+from doll.tables.checkpointed import tensor_name
 from doll.tables.rows import Floats, Ids, Rows, TableShape, found
 
 _FORMAT: Final = 1

@@ -1,4 +1,4 @@
-"""The tables of a model at the parameter server, which has all rows: there are no shards.
+"""The tables of a model at the parameter server, or the rows of them that a shard has (`doll.tables.row_slices`).
 
 Workers read rows (GET), and updates apply what workers have pushed.
 
@@ -21,10 +21,11 @@ from doll.optim.row_optimizer import RowOptimizer
 from doll.ps.tables.bounded_ids import Totals
 from doll.ps.tables.bounded_table import BoundedTable
 from doll.ps.tables.number_changes import NOBODY, Authors, NumberChanges
-from doll.ps.tables.table_parts import VALUES, RowAnswer, StoredTable, stored_tensor, tensor_name
+from doll.ps.tables.table_parts import RowAnswer, StoredTable, stored_tensor
 from doll.ps.tables.touched_rows import TouchedRows
 from doll.storage.differences import ChangedRows, RowChanges
 from doll.storage.sections import RowRequest, is_patch_shorter
+from doll.tables.checkpointed import NUMBERS, TOUCHED, VALUES, tensor_name
 from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, checksum_of
 
 _NO_AUTHORS: Final[Mapping[int, int]] = {}
@@ -34,8 +35,10 @@ _NO_TABLES: Final[Mapping[str, BoundedTable]] = {}
 class Table(StoredTable):
     """A table with a row for each id."""
 
-    def __init__(self, name: str, values: Floats, optimizer: RowOptimizer | None) -> None:
-        super().__init__(name, values, optimizer)
+    def __init__(
+        self, name: str, values: Floats, optimizer: RowOptimizer | None, *, counts_empty: bool = False
+    ) -> None:  # fmt: skip
+        super().__init__(name, values, optimizer, counts_empty=counts_empty)
         self._touched = TouchedRows(len(values))
         self._said = 0  # version up to which `changes` has returned the changes
         self._numbers: NumberChanges | None = None
@@ -134,13 +137,13 @@ class Table(StoredTable):
         Later updates do not change the arrays, which are not copies (`RowArray.hold`).
         """
         numbers = np.array([self._version, self._num_steps], np.int64)
-        tensors = {**self._held(), "touched": self._touched.ids, "numbers": numbers}
+        tensors = {**self._held(), TOUCHED: self._touched.ids, NUMBERS: numbers}
         return {tensor_name(self.name, name): array for name, array in tensors.items()}
 
     def row_changes(self) -> RowChanges:
         """Return the changes of the arrays of `tensors`, as they are now."""
         ids, slots_since = self._touched.ids, self._touched.history()
-        sizes = {part: array.width for part, array in self._parts()} | {"touched": 1}
+        sizes = {part: array.width for part, array in self._parts()} | {TOUCHED: 1}
 
         def since(version: int) -> dict[str, ChangedRows]:
             slots = slots_since(version)
@@ -155,12 +158,12 @@ class Table(StoredTable):
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """Continue from a result of `tensors`. Every touched row counts as changed in its version. Raises
         CheckpointError if it does not fit."""
-        touched = stored_tensor(tensors, self.name, "touched", None)
+        touched = stored_tensor(tensors, self.name, TOUCHED, None)
         if len(touched) and not (
             touched.dtype == np.int64 and touched.min() >= 0 and touched.max() < self.shape.num_rows
         ):
             raise CheckpointError(f"table {self.name!r}: expected touched rows of 0 to {self.shape.num_rows - 1}")
-        self._version, self._num_steps = map(int, stored_tensor(tensors, self.name, "numbers", (2,)))
+        self._version, self._num_steps = map(int, stored_tensor(tensors, self.name, NUMBERS, (2,)))
         self._replace(tensors, stored_rows(tensors, self.name, self.shape), len(touched))
         self._touched.load(touched, self._version)
         if self._numbers is not None:
@@ -188,17 +191,18 @@ class TableStore:
 
     def __init__(
         self, initial: Mapping[str, Floats], optimizers: Mapping[str, RowOptimizer] | None,
-        bounded: Mapping[str, BoundedTable] = _NO_TABLES,
+        bounded: Mapping[str, BoundedTable] = _NO_TABLES, *, is_slice: bool = False,
     ) -> None:  # fmt: skip
         """
         Args:
             initial: first rows of each table, by name, float32, shape (num_rows, width). The store owns this memory
                 from now on.
             optimizers: optimizer of each table, by name. None: contributions are steps, which are added.
+            is_slice: whether these are the rows of a shard.
         """
         self._takes_gradients = optimizers is not None
         self.tables = {
-            name: Table(name, values, None if optimizers is None else optimizers[name])
+            name: Table(name, values, None if optimizers is None else optimizers[name], counts_empty=is_slice)
             for name, values in initial.items()
         }
         self.bounded = dict(bounded)

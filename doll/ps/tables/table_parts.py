@@ -13,12 +13,11 @@ from doll.errors import CheckpointError
 from doll.optim.optimizer import DivergedError
 from doll.optim.row_optimizer import RowOptimizer, state_width
 from doll.ps.tables.row_array import RowArray
+from doll.tables.checkpointed import VALUES, tensor_name
 from doll.tables.rows import Floats, Ids, Patch, Rows, add_in_order
 
 # The sum is scaled, as in `doll.optim.optimizer`, so that it cannot become infinite if the mean is finite.
 _SUM_FACTOR: Final = 2.0**-16
-
-VALUES: Final = "values"
 
 
 class RowAnswer(NamedTuple):
@@ -39,13 +38,18 @@ class StoredTable:
     """The rows of one table, the optimizer's state of some of them, and contributions to the next update. Not
     thread-safe; the arrays of `tensors` may be used in any thread."""
 
-    def __init__(self, name: str, values: Floats, optimizer: RowOptimizer | None) -> None:
+    def __init__(
+        self, name: str, values: Floats, optimizer: RowOptimizer | None, *, counts_empty: bool = False
+    ) -> None:  # fmt: skip
         """
         Args:
             values: float32, shape (number of rows, width). The table owns this memory from now on.
             optimizer: optimizer of the rows. None: contributions are steps, which are added.
+            counts_empty: whether a contribution without rows counts as a step: of a shard, for which another shard has
+                the rows.
         """
         self.name = name
+        self._counts_empty = counts_empty
         self._values = RowArray(values)
         self._optimizer = optimizer
         self._state: dict[str, RowArray] = {}
@@ -61,7 +65,7 @@ class StoredTable:
     def add(self, rows: Rows, number: int = 0) -> None:
         """Add a contribution of the set with this number to the next update, after earlier contributions. Its memory is
         not used afterwards."""
-        if len(rows.ids):
+        if len(rows.ids) or self._counts_empty:
             self._pending.append(PendingRows(Rows(rows.ids, rows.values * np.float32(self._factor)), number))
             self._sum = None
 
@@ -135,10 +139,6 @@ def check_finite(rows: Floats, table: str, what: str) -> None:
             "that converges; lower the learning rate (training.optimizer.lr, or that of training.tables), set "
             "training.clip_norm, or look for extreme values in the stream; the last checkpoint is intact"
         )
-
-
-def tensor_name(table: str, part: str) -> str:
-    return f"table.{table}.{part}"
 
 
 def stored_tensor(

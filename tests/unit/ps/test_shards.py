@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import channel_process
 import numpy as np
 import numpy.typing as npt
 import pytest
-from channel_process import POLICIES
+import torch
+from channel_process import POLICIES, Process, takes_tables
 from channel_world import World, play
 from doll.config import parse
 from doll.errors import CheckpointError, ConfigError, FencedError
@@ -27,17 +31,24 @@ from doll.ps.model.updater import make_parts
 from doll.ps.server import require_newest_term
 from doll.ps.shards.sharded_host import ShardLostError
 from doll.ps.start import Start, make_engine
-from doll.records.control import Push, PushedBatch
+from doll.records.control import GetRows, Push, PushedBatch
 from doll.storage.checkpoints import Checkpoint, joined
 from doll.storage.contributions import Compressor
+from doll.tables.checkpointed import part_of_tables
+from doll.tables.row_slices import row_slices
+from doll.tables.rows import Rows
 from doll.task.base import load_task
 from fuzzing import SEED, SHARE
 from memory_shards import ShardThreads
 from memory_stores import MemoryBlobs, MemoryCheckpointStore
+from paths import SUPPORT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # loads torch
 
 BLOCK = 4
+BAG = f"{SUPPORT / 'bag_task.py'}:Bags"
+BOUNDED = json.dumps({"class": BAG, "args": {"bounded": True}})
+BAGS = json.dumps({"class": BAG, "args": {"ids": 19}})
 INTERLEAVINGS = 400 if SHARE == 1.0 else 4
 
 
@@ -66,7 +77,8 @@ class ShardedWorld(World):
     def _make_engine(self) -> Engine:
         self.threads.revive()
         model = build(self.config, self.task)
-        self.host = self.threads.host(self.term, model.slices)
+        tables = None if model.tables is None else model.tables.shapes
+        self.host = self.threads.host(self.term, model.slices, tables=tables)
         place = None if self.saved is None else (self.saved.term, self.saved.version)
         assert self.host.begin(fingerprint(self.config, model), place, lambda: False)
         self._num_parameters = model.num_parameters
@@ -80,9 +92,6 @@ class ShardedWorld(World):
         version, term = self.host._version, self.term
         self.host.tensors()
         return joined(self.store.read_part(term, version, part) for part in self.host.gather_parts(version))
-
-    def _model(self) -> tuple[npt.NDArray[np.float64], dict[str, npt.NDArray[np.float64]]]:
-        return self.tensors()["weights"][: self._num_parameters].astype(np.float64), {}
 
     def checkpoint(self, version: int, state: bytes) -> Checkpoint:
         self.host.tensors()
@@ -100,8 +109,17 @@ class ShardedWorld(World):
         return super().perform(action)
 
     def handle(self, event: ev.Event) -> None:
-        try:
+        with self.until_a_shard_is_lost():
             super().handle(event)
+
+    def get_rows(self, process: Process, request: GetRows) -> None:
+        with self.until_a_shard_is_lost():
+            super().get_rows(process, request)
+
+    @contextmanager
+    def until_a_shard_is_lost(self) -> Iterator[None]:
+        try:
+            yield
         except (ShardLostError, CheckpointError):
             self.counts["shards lost"] += 1
             self.start_server()
@@ -120,19 +138,18 @@ class WholeInThree(Whole):
     shards = 3
 
 
-def without_tables() -> Iterator[int]:
-    """Seeds whose worlds have no tables."""
-    seed = SEED * 1_000_000
-    while True:
-        if random.Random(seed).random() >= 1 / 3:
-            yield seed
-        seed += 1
+def seed_with_tables(has_tables: bool) -> int:
+    """Return a seed whose world has tables if its policy takes them, or one whose world has none."""
+    return next(
+        seed for seed in itertools.count(SEED * 1_000_000) if (random.Random(seed).random() < 1 / 3) == has_tables
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_model_is_the_sum_of_its_batches_while_shards_are_lost(policy: str) -> None:
     lost = updates = 0
-    for number, seed in zip(range(INTERLEAVINGS), without_tables(), strict=False):
+    for number in range(INTERLEAVINGS):
+        seed = SEED * 1_000_000 + number
         world_class = (ShardedWorld, InThree)[number % 2]
         try:
             world = play(policy, seed, world_class)
@@ -144,13 +161,19 @@ def test_the_model_is_the_sum_of_its_batches_while_shards_are_lost(policy: str) 
     assert lost
 
 
+@pytest.mark.parametrize("has_tables", [False, True], ids=["dense", "tables"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_any_number_of_shards_makes_the_same_model(policy: str) -> None:
-    seed = next(without_tables())
-    expected = play(policy, seed).host.tensors()["weights"]
+def test_any_number_of_shards_makes_the_same_model(policy: str, has_tables: bool) -> None:
+    if has_tables and not takes_tables(policy):
+        pytest.skip("its policy takes no tables")
+    seed = seed_with_tables(has_tables)
+    expected = play(policy, seed).tensors()
+    names = [name for name in expected if name == "weights" or name.endswith((".values", ".numbers"))]
+    assert len(names) == (3 if has_tables else 1)
     for world_class in (Whole, WholeInThree):
         world = play(policy, seed, world_class)
-        assert world.tensors()["weights"].tobytes() == expected.tobytes()  # type: ignore[attr-defined]
+        got = world.tensors()
+        assert {name: got[name].tobytes() for name in names} == {name: expected[name].tobytes() for name in names}
         world.threads.close()  # type: ignore[attr-defined]
 
 
@@ -176,7 +199,7 @@ class Sliced:
     def __init__(self, training: str, shards: int) -> None:
         config = parse(JOB % training, [f"ps.shards={shards}"])
         self.model = build(config, load_task(config))
-        parts = [None] if shards == 1 else [ModelSlice(self.model, part) for part in self.model.slices]
+        parts = [None] if shards == 1 else [ModelSlice(self.model, number) for number in range(shards)]
         self.updaters = [make_parts(config.training, self.model, part).updater for part in parts]
 
     def apply(self, gradients: list[npt.NDArray[np.float32]], weight: float, absent: int) -> None:
@@ -308,12 +331,94 @@ def test_a_diverged_slice_ends_the_job() -> None:
         ("ps.shards=9", "expected at most 7 shards"),
         ("training.optimizer={class: torch.optim.AdamW, args: {lr: 0.1}}", "expected 1 with training.optimizer.class"),
         ("blobs.contributions=fp16", "expected 1 with blobs.contributions fp16"),
+        (["training.clip_norm=1.0", f"task={BAGS}"], r"expected 1 with training.clip_norm, because .* has tables"),
+        (
+            [
+                f"task={json.dumps({'class': BAG, 'args': {'bounded': True}})}",
+                "training.tables={'0.weight': {max_rows: 40}}",
+            ],
+            r"expected 1 with training.tables.max_rows, because .* has tables",
+        ),
     ],
 )
-def test_a_model_that_cannot_be_divided_is_refused(override: str, problem: str) -> None:
+def test_a_model_that_cannot_be_divided_is_refused(override: str | list[str], problem: str) -> None:
+    overrides = [override] if isinstance(override, str) else override
+
     def make() -> None:
-        config = parse(JOB % TRAININGS["momentum"], ["ps.shards=2", override])
+        config = parse(JOB % TRAININGS["momentum"], ["ps.shards=2", *overrides])
         build(config, load_task(config))
 
     with pytest.raises(ConfigError, match=problem):
         make()
+
+
+TABLES = """
+job: unit
+task: %s
+data: {workers: 1, batch_size: 4}
+training: {policy: {name: bsp}, optimizer: %s}
+"""
+
+
+class SlicedTables:
+    """The tables of all shards."""
+
+    def __init__(self, optimizer: str, shards: int) -> None:
+        config = parse(TABLES % (BAGS, optimizer), [f"ps.shards={shards}"])
+        self.model = build(config, load_task(config))
+        assert self.model.tables is not None
+        self.names, self.slices = tuple(self.model.tables.shapes), row_slices(shards)
+        initial = {name: rows.copy() for name, rows in self.model.tables.take_initial().items()}
+        self.tables = []
+        for number in range(shards):
+            self.model.tables._initial = {
+                name: torch.nn.Parameter(torch.from_numpy(rows)) for name, rows in initial.items()
+            }
+            part = None if shards == 1 else ModelSlice(self.model, number)
+            tables = make_parts(config.training, self.model, part).tables
+            assert tables is not None
+            self.tables.append(tables)
+
+    def apply(self, contributions: list[dict[str, Rows]], version: int) -> None:
+        for tables, part in zip(self.tables, self.slices, strict=True):
+            for rows in contributions:
+                tables.add(part.parts(rows))
+            tables.apply(0.25, version)
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        empty = Checkpoint(
+            job="unit", fingerprint="", term=1, version=0, state=b"", tensors={}, row_slices_of=self.names
+        )
+        return joined(dataclasses.replace(empty, tensors=tables.tensors()) for tables in self.tables)
+
+    def load(self, tensors: dict[str, npt.NDArray[Any]]) -> None:
+        for tables, part in zip(self.tables, self.slices, strict=True):
+            tables.load(part_of_tables(tensors, self.names, part))
+
+
+@pytest.mark.parametrize("optimizer", ["{name: sgd, lr: 0.1}", "{name: adam, lr: 0.1}", "{name: adagrad, lr: 0.1}"])
+def test_tables_make_the_same_steps_also_after_a_checkpoint_of_another_number(optimizer: str) -> None:
+    rng = np.random.default_rng(7)
+    jobs = [SlicedTables(optimizer, shards) for shards in (1, 2, 5)]
+    name = jobs[0].names[0]
+    for version in range(1, 12):
+        contributions = []
+        for _ in range(3):  # some contributions have no row, and some shards none of a contribution
+            ids = np.sort(rng.choice(19, rng.integers(0, 4), replace=False))
+            contributions.append({name: Rows(ids, rng.normal(size=(len(ids), 3)).astype(np.float32))})
+        for job in jobs:
+            job.apply(contributions, version)
+        expected = by_row(jobs[0].tensors(), name)
+        for job in jobs[1:]:
+            assert by_row(job.tensors(), name) == expected
+        if version == 6:  # each continues from the checkpoint of another number of shards
+            of_all = [job.tensors() for job in jobs]
+            for job, tensors in zip(jobs, [*of_all[1:], of_all[0]], strict=True):
+                job.load(tensors)
+
+
+def by_row(tensors: dict[str, npt.NDArray[Any]], table: str) -> dict[str, bytes]:
+    """Return the bytes of each tensor of a table, with the state in the order of the rows."""
+    order = np.argsort(tensors[f"table.{table}.touched"])
+    of_rows = {name for name in tensors if ".state." in name or name.endswith(".touched")}
+    return {name: (array[order] if name in of_rows else array).tobytes() for name, array in tensors.items()}

@@ -55,7 +55,8 @@ class Job:
             stored = decode_rows(b"".join(encoded.parts), {NAME: SHAPE}, job="j")
             self.num_rows += len(answer.rows.ids)
             self.num_sent += 0 if answer.patch is None else len(answer.patch.values)
-            return FetchedRows(stored.rows[NAME], stored.version, self.applied[worker], stored.patches.get(NAME))
+            got = tuple(stored.patches.values())
+            return FetchedRows(stored.rows[NAME], stored.version, self.applied[worker], got)
 
         return fetch
 
