@@ -204,15 +204,15 @@ def always_patched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_which_numbers_are_sent_are_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever overtakes whatever, also without a checksum that would show it."""
     differences, patches = [], 0
-    is_patched = doll.consumers.tables.row_cache._is_patched
+    are_patched = doll.consumers.tables.row_cache._are_patched
 
     def counted(*args: Any) -> bool:
         nonlocal patches
         patches += 1
-        differences.append(not is_patched(*args))
+        differences.append(not are_patched(*args))
         return True
 
-    monkeypatch.setattr(doll.consumers.tables.row_cache, "_is_patched", counted)
+    monkeypatch.setattr(doll.consumers.tables.row_cache, "_are_patched", counted)
     for seed in range(130 if INTERLEAVINGS < 1000 else INTERLEAVINGS):
         play("isp", seed)
     assert patches > 50
