@@ -238,11 +238,11 @@ class Bench:
     def learn(
         self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S, observer: Observer | None = None,
         page_port: int = 0, watchers: Sequence[tuple[str, str, Sequence[Any]]] = (),
-        on_start: Callable[[Sequence[Role]], object] = lambda watchers: None,
+        on_start: Callable[[Sequence[Role]], object] = lambda watchers: None, run_s: float = _RUN_S,
     ) -> LearningResult:  # fmt: skip
         """Run the job's parameter server and workers until its stop rule; `produce` starts its source too, `page_port`
         a page, and `watchers` further processes: name, entry point and arguments after those of a role. `on_start` is
-        called with the roles of the page and the watchers.
+        called with the roles of the page and the watchers. `run_s` is the longest time that the job may take.
 
         Runs of one job name use the same topics, with separate checkpoint folders: each begins at the first sample.
         """
@@ -272,7 +272,7 @@ class Bench:
                     roles.append(self.start("page", "doll.run.local.roles:page_role", [*args, page_port], fresh))
                 roles += [self.start(name, entry, [*args, *more], fresh) for name, entry, more in watchers]
                 on_start(roles[1 + len(logs) + produce :])
-                updates, usage = self._collect(tail, config, roles, warm_s, observer)
+                updates, usage = self._collect(tail, config, roles, warm_s, observer, run_s)
                 for role in roles:
                     if role.name not in ("producer", "page", *(name for name, _, _ in watchers)):
                         role.wait(10.0)
@@ -298,14 +298,14 @@ class Bench:
         return result
 
     def _collect(
-        self, tail: Reader, config: JobConfig, roles: list[Role], warm_s: float, observer: Observer | None
+        self, tail: Reader, config: JobConfig, roles: list[Role], warm_s: float, observer: Observer | None, run_s: float
     ) -> tuple[list[Update], Usage]:
         updates: list[Update] = []
         came_s: list[float] = []  # by this process's clock: a server's wall clock may be set during the run
         sampler = self.sampler()
         warm = False
         noted_s = 0.0
-        deadline_s = time.monotonic() + _RUN_S
+        deadline_s = time.monotonic() + run_s
         while time.monotonic() < deadline_s:
             for entry in tail.poll(_NOTE_S if observer is not None else _COUNT_S):
                 match entry.record:
@@ -335,7 +335,7 @@ class Bench:
                 if role.poll() not in (None, 0):
                     raise RuntimeError(f"{role.name} ended with {role.exitcode}:\n{processes.tail(role.log_path, 40)}")
         logs = "\n".join(f"--- {role.name}\n{processes.tail(role.log_path)}" for role in roles)
-        raise RuntimeError(f"{config.job} did not finish within {_RUN_S:g} s:\n{logs}")
+        raise RuntimeError(f"{config.job} did not finish within {run_s:g} s:\n{logs}")
 
     def intake(self, config: JobConfig, batches: int, *, produce: bool) -> tuple[float, Usage]:
         """Samples/s through one worker without gradients; `produce`: its source runs at the same time."""

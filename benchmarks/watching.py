@@ -190,7 +190,10 @@ def measure_windows(bench: Bench, model: str, count: int, every_s: float) -> lis
             ("otel", "benchmarks.probes:otel_role", (endpoint,)),
         ]
         try:
-            learned = bench.learn(watched(config), page_port=port, watchers=watchers, on_start=windows.start)
+            learned = bench.learn(
+                watched(config), page_port=port, watchers=watchers, on_start=windows.start,
+                run_s=60 + 3 * count * every_s,
+            )  # fmt: skip
         finally:
             windows.end()
     return windows.rates(learned)
