@@ -52,6 +52,7 @@ PATHS: Final = {
     "Role": "/apis/rbac.authorization.k8s.io/v1/namespaces/default/roles",
     "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/namespaces/default/rolebindings",
     "PodDisruptionBudget": "/apis/policy/v1/namespaces/default/poddisruptionbudgets",
+    "Pod": "/api/v1/namespaces/default/pods",
     "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/default/networkpolicies",
 }  # fmt: skip
 
@@ -163,6 +164,11 @@ def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
         assert (stopped in container["env"]) == (name in jobs), "an evicted pod has not ended"
         assert container["envFrom"] == [{"secretRef": {"name": "digits-passwords"}}]
         assert [each["name"] for each in spec["imagePullSecrets"]] == ["registry", "mirror"]
+    test = named(documents, "Pod")["digits-test"]
+    assert test["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert test["spec"]["restartPolicy"] == "Never"
+    assert test["spec"]["containers"][0]["args"] == ["doctor"]
+    assert test["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "digits-passwords"}}]
     (rights,) = named(documents, "Role").values()
     assert rights["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "get", "list", "delete"]},

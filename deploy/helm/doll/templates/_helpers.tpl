@@ -40,7 +40,9 @@ kubectl -n {{ .root.Release.Namespace }} exec $(kubectl -n {{ .root.Release.Name
 
 {{- /* The pod of a role: .root, .role, .args, .resources; the job file, no rights, nothing of the node. */ -}}
 {{- define "doll.podSpec" -}}
-{{- if .runsToEnd }}
+{{- if .once }}
+restartPolicy: Never
+{{- else if .runsToEnd }}
 restartPolicy: OnFailure
 {{- end }}
 serviceAccountName: {{ .account | default (include "doll.name" (dict "root" .root "role" "job")) }}
