@@ -31,7 +31,7 @@ module "role" {
 locals {
   roles = ["ps", "evaluate", "provision"]
 
-  units = [for role in concat(local.roles, local.shards) : "doll-role@${role}"]
+  services = [for role in concat(local.roles, local.shards) : "doll-role@${role}"]
 
   shards = [for number in range(var.shards > 1 ? var.shards : 0) : "shard-${number}"]
 }
@@ -48,7 +48,7 @@ module "boot" {
   units   = ["doll-boot.service", "doll-cache.service", "doll-role@.service", "doll-heartbeat.service", "doll-heartbeat.timer"]
   start = concat(
     ["doll-boot.service", "doll-cache.service"],
-    [for unit in local.units : "${unit}.service"],
+    [for unit in local.services : "${unit}.service"],
     ["doll-heartbeat.timer"],
   )
 }
