@@ -113,7 +113,17 @@ def redis_address(config: JobConfig) -> str | None:
     url = config.redis.address or os.environ.get(REDIS_ENV) or None
     if url is None:
         return None
-    origin = "redis.address" if config.redis.address else f"${REDIS_ENV}"
+    return _checked_redis(config, url, "redis.address" if config.redis.address else f"${REDIS_ENV}")
+
+
+def shard_addresses(config: JobConfig) -> list[str]:
+    """Return the Redis URLs of the shards, in order; none if all blobs are in one Redis. Raises the errors of
+    `redis_address`."""
+    urls = enumerate(config.redis.shard_addresses)
+    return [_checked_redis(config, url, f"redis.shard_addresses.{number}") for number, url in urls]
+
+
+def _checked_redis(config: JobConfig, url: str, origin: str) -> str:
     if "@" in url or "?" in url:  # the URL itself is a secret then: it is not repeated here
         raise ConfigError(f"{origin} holds credentials: expected {REDIS_FORMS}; set {REDIS_PASSWORD_ENV} instead")
     if (place := parse_redis(url)) is None:

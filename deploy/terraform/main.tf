@@ -181,6 +181,7 @@ module "control" {
   policy_json   = data.aws_iam_policy_document.control.json
   environment   = local.environment
   settings      = local.settings
+  shards        = var.shards
   network_ready = module.network.ready
 }
 
@@ -215,6 +216,7 @@ locals {
     "kafka.worker_user"             = var.kafka_mode == "msk_serverless" ? "" : local.worker_user
     "kafka.producer_user"           = var.kafka_mode == "self_managed" ? local.producer_user : ""
     "kafka.replication_factor"      = tostring(min(3, var.kafka_mode == "msk_serverless" ? 3 : var.kafka_broker_count))
+    "ps.shards"                     = tostring(var.shards)
     "fleet.kind"                    = "ec2"
     "fleet.cluster"                 = var.name
     "fleet.region"                  = var.region

@@ -347,6 +347,17 @@ variable "control_volume_gb" {
   }
 }
 
+variable "shards" {
+  description = "Number of processes of the control host among which the model is divided, the job's ps.shards; 1: the parameter server has the whole model. It counts when the host is created: for another number, replace it (terraform apply -replace=module.control.aws_instance.this)."
+  type        = number
+  default     = 1
+
+  validation {
+    condition     = var.shards >= 1 && var.shards <= 32 && floor(var.shards) == var.shards
+    error_message = "Expected a whole number from 1 to 32, as `doll plan` says for ps.shards: auto."
+  }
+}
+
 # --- monitoring ---
 
 variable "alarm_email" {

@@ -84,6 +84,7 @@ def check(
 
     Example: doll config check my.yaml
     """
+    from doll.model.auto_shards import shards_text
     from doll.run.local.preflight import check_files, check_model, check_pipeline, check_task
     from doll.storage.stores import find_source
 
@@ -107,6 +108,9 @@ def check(
         content["parameters"] = model.parameters
         check_pipeline(config)
         text += f", {model.parameters} parameters"
+        if config.ps.shards == "auto":
+            content["shards"] = model.shards
+            text += f"\n{shards_text(config, model.shards, model.values)}"
         if model.init_from is not None:
             content["init_from"] = model.init_from.to_dict()
             text += f"\n{model.init_from.text()}"

@@ -124,6 +124,12 @@ def plan(
     simulated = config is not None and getattr(config.fleet, "speed_up", 1) != 1  # no part of it runs on AWS
     kind: StackKind | None = None if stack == "none" or simulated else stack
     assessment = assess(request)
+    if config is not None and config.ps.shards == "auto":  # otherwise torch is not imported
+        from doll.model.auto_shards import shards_text
+        from doll.run.local.preflight import check_model
+
+        model = check_model(config, begins=False)
+        notes.append(shards_text(config, model.shards, model.values))
     if plot is not None:
         _save_charts(assessment, plot)
         notes.append(f"plot: {plot}")

@@ -82,6 +82,9 @@ def regrid(
         typer.Option(metavar="NAME[:KEY=VALUE...]", help="Consistency policy; its options follow after colons."),
     ] = None,
     workers: Annotated[int | None, typer.Option("--workers", "-N", min=1, help="Number of workers (N).")] = None,
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="Number of shards; alone, it is a change of doll resume.")
+    ] = None,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -100,7 +103,7 @@ def regrid(
     from doll.run.local.regrid import NewGrid, regrid_deployed, regrid_run
 
     target = job.target(run_folder)
-    new = NewGrid(batch_size=batch_size, group_size=group_size, policy=policy, workers=workers)
+    new = NewGrid(batch_size=batch_size, group_size=group_size, policy=policy, workers=workers, shards=shards)
     if target.is_run_folder:
         _finish(regrid_run(target, job.overrides or [], new, say), as_json)
     if new != NewGrid():

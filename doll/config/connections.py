@@ -103,11 +103,15 @@ class RedisConfig(Section):
     """redis://host:port/db, redis+sentinel://host:port[,host:port]/PRIMARY[/db] or
     redis+cluster://host:port[,host:port]; `rediss` instead of `redis` is the same with TLS; default: $DOLL_REDIS, else
     a local server is started"""
+    shard_addresses: list[str] = Field(default=[], max_length=256)
+    """addresses of Redis servers, one for each shard of `ps.shards`, in order, for its slices of weights and
+    contributions. All use the same secrets. Everything else is in `address`. Default: so are the slices"""
 
-    @field_validator("address", mode="before")
+    @field_validator("address", "shard_addresses", mode="before")
     @classmethod
     def _no_secret(cls, value: Any) -> Any:
-        if isinstance(value, str) and ("@" in value or "?" in value):
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, str) and ("@" in text or "?" in text) for text in texts):
             raise ValueError(
                 "no credentials in the job file: set DOLL_REDIS_PASSWORD (and DOLL_REDIS_USERNAME) instead"
             )

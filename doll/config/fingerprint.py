@@ -86,7 +86,8 @@ def make_fingerprint(
 
 
 def job_fields(config: JobConfig) -> dict[str, str]:
-    """Return the fields of a fingerprint that come from the job file, without those of the model."""
+    """Return the fields of a fingerprint that come from the job file, without those of the model. `ps.shards: auto` has
+    no field, because its number follows from the model."""
     data, training = config.data, config.training
     return {
         "job": config.job,
@@ -98,7 +99,7 @@ def job_fields(config: JobConfig) -> dict[str, str]:
         "data.samples_per_record": str(data.samples_per_record),
         _PUSHES: _pushes(training.policy.sends_steps, training.policy.batches_per_push),
         **{f"training.{key}": _value(value) for key, value in _training_fields(training)},
-        **({"ps.shards": str(config.ps.shards)} if config.ps.shards > 1 else {}),
+        **({"ps.shards": str(config.ps.shards)} if config.ps.shards not in (1, "auto") else {}),
         **{f"task.args.{_text(key)}": _argument(key, value) for key, value in config.task.args.items()},
         **_holdout_fields(config),
     }

@@ -150,14 +150,18 @@ class JobConfig(Section):
                 f"blobs.contributions: expected float32 or bf16 with training.policy {policy.name}: what rounding "
                 "takes is held back number by number, and the numbers of fp16 have a common scale"
             )
-        if self.ps.shards > 1:
-            yield from self._shard_problems()
+        if self.ps.shards not in (1, "auto"):
+            yield from self.shard_problems()
+        if (addresses := len(self.redis.shard_addresses)) and addresses != self.ps.shards:
+            yield f"redis.shard_addresses: expected one for each shard of ps.shards ({self.ps.shards}), got {addresses}"
+        if addresses and self.blobs.kind == "shm":
+            yield "redis.shard_addresses: expected blobs.kind redis or auto, got shm"
         if worker.pipeline is not None:
             yield from self._pipeline_problems(worker.pipeline)
         elif getattr(policy, "pipelined", False):
             yield "training.policy.pipelined: expected worker.pipeline, which sets it"
 
-    def _shard_problems(self) -> Iterator[str]:
+    def shard_problems(self) -> Iterator[str]:
         """Yield what cannot be exact if the model is divided among shards."""
         if isinstance(self.training.optimizer, TorchConfig) and not self.training.policy.sends_steps:
             yield (
@@ -276,6 +280,16 @@ class JobConfig(Section):
             return [float("inf")] * self.data.num_partitions
         rates = self.arrivals.rate_per_s
         return list(rates) if isinstance(rates, list) else [rates] * self.data.num_partitions
+
+    @property
+    def states_rate(self) -> bool:
+        """Whether the job file states the arrival rate of samples; otherwise it can only be measured."""
+        stated = self.arrivals.process in ("poisson", "deterministic")
+        return self.source is not None and not isinstance(self.source, StdinSource | HistorySource) and stated
+
+    def with_shards(self, shards: int) -> Self:
+        """Return this job file with another `ps.shards`."""
+        return self.model_copy(update={"ps": self.ps.model_copy(update={"shards": shards})})
 
     def worker_rates_per_s(self) -> list[float]:
         """Return the samples per second of each worker."""

@@ -142,10 +142,19 @@ class PsConfig(Section):
     lease_s: PositiveFloat = Field(default=5.0, ge=2)
     """a standby takes over from a parameter server that is silent for this long; a server that was disconnected for
     longer checks that no successor exists before it continues"""
-    shards: PositiveInt = Field(default=1, le=256)
-    """number of processes among which the model is divided (`doll shard`); 1: the parameter server has the whole model.
-    Each shard has at least 262,144 values of the model, unless the model has tables. The number may change when a run
-    is resumed"""
+    shards: Literal["auto"] | Annotated[PositiveInt, Field(le=256)] = 1
+    """number of processes, at most 256, among which the model is divided (`doll shard`); 1: the parameter server has
+    the whole model. Each shard has at least 262,144 values of the model, unless the model has tables. The number may
+    change when a run is resumed.
+    auto: one shard for each GB of the model as float32, or for each GB/s of contributions at the rate of `arrivals`,
+    whichever are more, but none below 100 MB; 1 if the model cannot be divided or has tables.
+    `doll plan` says the number, and `doll up` writes it to the job file of the run"""
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards, where `auto` was replaced by it (`doll.model.flat_model.counted`)."""
+        assert self.shards != "auto", "the caller has replaced it"
+        return self.shards
 
 
 class LogConfig(Section):

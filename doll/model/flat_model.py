@@ -30,6 +30,7 @@ from doll.config import JobConfig
 from doll.config.fingerprint import make_fingerprint
 from doll.config.tables import settings_of_tables
 from doll.errors import ConfigError, TaskError
+from doll.model.auto_shards import auto_shards
 from doll.model.file_memory import LargeTensorsInFiles, zeros_in_file
 from doll.model.layout import WeightsLayout, round_up_to_even
 from doll.model.slices import BLOCK, Slices, sliced
@@ -307,22 +308,34 @@ def build(
     if device != "cpu":
         module.to(device)
     model = FlatModel(module, tables, device=device, zeros=zeros_in_file if in_files else None)
-    if config.ps.shards > 1:
+    if config.ps.shards != 1:
         model.slices = _slices_of(config, model)
     return model
 
 
+def counted(config: JobConfig, task: Task) -> JobConfig:
+    """Return `config` with the number of shards in place of `auto`. Raises the errors of `build`."""
+    if config.ps.shards != "auto":
+        return config
+    return config.with_shards(len(build(config, task, with_rows=False, in_files=True).slices))
+
+
 def _slices_of(config: JobConfig, model: FlatModel) -> Slices:
+    shards = config.ps.shards
+    if shards == "auto":
+        shards = auto_shards(config, model.flat.numel(), has_tables=model.tables is not None)
+    if shards == 1:
+        return model.slices
     if model.tables is not None and (model.tables.bounds or config.training.clip_norm is not None):
         names = ", ".join(map(repr, model.tables.shapes))
         what = "training.tables.max_rows" if model.tables.bounds else "training.clip_norm"
         raise ConfigError(
             f"ps.shards: expected 1 with {what}, because {config.task.cls} has tables ({names}): all of their rows are "
-            f"needed in one process, got {config.ps.shards}"
+            f"needed in one process, got {shards}"
         )
     try:
         return sliced(
-            model.flat.numel(), model.num_parameters, model.num_floats, config.ps.shards,
+            model.flat.numel(), model.num_parameters, model.num_floats, shards,
             may_be_empty=model.tables is not None,
         )  # fmt: skip
     except ValueError as exc:
@@ -378,6 +391,8 @@ def _bounds_of(config: JobConfig, tables: EmbeddingTables) -> dict[str, TableBou
 
 def fingerprint(config: JobConfig, model: FlatModel) -> str:
     """Return the facts on which checkpoint, parameter server and workers must agree (`doll.config.fingerprint`)."""
+    if config.ps.shards == "auto":
+        config = config.with_shards(len(model.slices))
     shapes = zlib.crc32(repr(model.shapes).encode())
     others = zlib.crc32(repr(model.other_buffers).encode()) if model.other_buffers else None
     tables = None

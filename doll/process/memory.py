@@ -112,3 +112,12 @@ def _huge_page_bytes(settings: Path) -> int:
         return int((settings / "hpage_pmd_size").read_text(encoding="ascii"))
     except (OSError, ValueError):
         return 0
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process; 0 if the system has no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -23,7 +23,7 @@ from doll.kafka.topics import cluster_id
 from doll.ledger.admission import ANY_TERM, admit, new_run_id, read_lineage
 from doll.ledger.lineage import Lineage
 from doll.ledger.snapshot_counts import read_counts
-from doll.model.flat_model import build, fingerprint
+from doll.model.flat_model import build, counted, fingerprint
 from doll.model.initial_weights import WeightMatch
 from doll.optim.recipe import check_recipe
 from doll.process.fault_points import fault_point
@@ -92,6 +92,8 @@ def run_ps(
     """
     with heartbeat_of("ps-standby" if standby else "ps", config) as heartbeat:
         signals: Signals | None = None
+        if config.ps.shards == "auto":
+            config = counted(config, load_task(config))
         while True:
             launch = _Launch(config, services, run_folder, fresh=fresh, after_term=after_term, run_id=run_id)
             if check_only:
@@ -153,7 +155,7 @@ class _Launch:
             heartbeat.set_waiting_for("the check for another leader")
             if not leader_check.require_no_leader(lambda: signals.leave):
                 return 0
-        return self._lead(self._admit(), initial, signals, heartbeat)
+        return self._lead(self._admit(), newest, initial, signals, heartbeat)
 
     def _open(self) -> None:
         """Wait for the services, then open the model, its fingerprint, the checkpoint store and the task's code."""
@@ -164,7 +166,7 @@ class _Launch:
         topics.ensure(config, services, begins=not self._store.versions())
         topics.check(config, services)
         task = load_task(config)
-        self._model = build(config, task, in_files=config.ps.shards > 1)  # its shards have the model
+        self._model = build(config, task, in_files=config.ps.shards != 1)  # its shards have the model
         check_recipe(config.training, self._model)
         self._fingerprint, self._code = fingerprint(config, self._model), source_checksum(task)
         self._table_shapes = {} if self._model.tables is None else self._model.tables.shapes
@@ -190,12 +192,16 @@ class _Launch:
         after_term = ANY_TERM if self._fresh else self._after_term
         return admit(self._config, self._services, self._store, location, after_term)
 
-    def _lead(self, lineage: Lineage, initial: WeightMatch | None, signals: Signals, heartbeat: Heartbeat) -> int:
-        """Claim a term, and serve the job in this term."""
+    def _lead(
+        self, lineage: Lineage, seen: Checkpoint | None, initial: WeightMatch | None, signals: Signals,
+        heartbeat: Heartbeat,
+    ) -> int:  # fmt: skip
+        """Claim a term, and serve the job in this term. `seen`: the newest checkpoint before."""
         config, services, model = self._config, self._services, self._model
         term = self._term = self._store.claim_term(lineage.newest_term)
         fault_point("ps.after_claim")
-        checkpoint = self._newest()  # after the claim no earlier server can add one
+        is_newest = seen is not None and self._store.versions()[-1:] == [(seen.term, seen.version)]
+        checkpoint = seen if is_newest else self._newest()  # after the claim no earlier server can add one
         kafka = KafkaChannel(config, services)
 
         def give_up() -> bool:
@@ -259,6 +265,9 @@ class _Launch:
             serve(server, channel, signals, config.ps.lease_s, heartbeat)
             heartbeat.set_waiting_for("the delivery of the last records")
             deliver(channel, signals, heartbeat)
+        except ShardLostError:
+            channel.send_status(server.status())  # says which shard it is, until the next term begins
+            raise
         finally:
             if isinstance(host, ShardedHost):
                 host.close()  # before the thread that waits for the parts of a checkpoint is joined
@@ -278,7 +287,7 @@ class _Launch:
         config, services = self._config, self._services
         client, job = connect_redis(services, retries=0), scope_of(config.job, cluster_id(config, services))
         process = uuid.uuid4().hex
-        ends = [RedisServerEnd(client, job, number, process) for number in range(config.ps.shards)]
+        ends = [RedisServerEnd(client, job, number, process) for number in range(len(self._model.slices))]
 
         checked_s = time.monotonic()
 

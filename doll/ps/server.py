@@ -342,7 +342,7 @@ class ParameterServer:
             tables=tuple(
                 TableStatus(name=name, **totals._asdict()) for name, totals in self._host.table_totals().items()
             ),
-            learned=self._freshness.learned, durable=self._freshness.durable,
+            shards=self._host.shard_statuses(), learned=self._freshness.learned, durable=self._freshness.durable,
         )  # fmt: skip
 
     # --- actions ----------------------------------------------------------------------------------------------------

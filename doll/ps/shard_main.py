@@ -14,7 +14,7 @@ from doll.config import JobConfig
 from doll.config.fingerprint import difference
 from doll.errors import CheckpointError, ConfigError, VersionUnknownError
 from doll.kafka.topics import cluster_id
-from doll.model.flat_model import FlatModel, build, fingerprint
+from doll.model.flat_model import FlatModel, build, counted, fingerprint
 from doll.model.model_slice import ModelSlice
 from doll.optim.optimizer import SLICED, slice_of_tensors
 from doll.process.health import heartbeat_of
@@ -47,9 +47,13 @@ def run_shard(config: JobConfig, services: Services, run_folder: Path, number: i
         ConfigError: the job has no shard of this number, or its model cannot be divided.
         ServiceUnavailableError: a service does not answer.
     """
-    if config.ps.shards == 1 or (number is not None and number >= config.ps.shards):
-        expected = f"0 to {config.ps.shards - 1}" if config.ps.shards > 1 else "a job with ps.shards above 1"
-        raise ConfigError(f"--shard: expected {expected}, got {number}")
+    shards = counted(config, load_task(config)).ps.num_shards
+    if shards == 1:
+        raise ConfigError(
+            "doll shard: expected a job with ps.shards above 1, got 1: the parameter server has the whole model"
+        )
+    if number is not None and number >= shards:
+        raise ConfigError(f"--shard: expected 0 to {shards - 1}, got {number}")
     name = "shard" if number is None else f"shard-{number}"
     with stop_requested() as stop, heartbeat_of(name, config) as heartbeat:
         torch.set_num_threads(1)
@@ -71,8 +75,8 @@ def run_shard(config: JobConfig, services: Services, run_folder: Path, number: i
         while number is None:
             if stop.is_set():
                 return 0
-            if (number := take_number(client, job, config.ps.shards, process)) is None:
-                beat(f"the end of one of {config.ps.shards} shards that run")
+            if (number := take_number(client, job, shards, process)) is None:
+                beat(f"the end of one of {shards} shards that run")
                 stop.wait(_LOOK_S)
         end = RedisShardEnd(client, job, number, process)
         try:

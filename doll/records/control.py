@@ -560,6 +560,19 @@ class TableStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     refused: int  # dropped gradients of ids without a row
 
 
+class ShardStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The state of one shard of the model (`ps.shards`), as it said last."""
+
+    shard: int
+    is_alive: bool = True  # it has said so within the last 6 s, and serves this server
+    host: str = ""
+    pid: int = 0
+    version: int = 0  # newest version that it has made
+    slice_bytes: int = 0  # its weights, without the optimizer's state
+    memory_bytes: int = 0  # resident memory of its process; 0: unknown
+    part_version: int = -1  # version of its newest part of a checkpoint; -1: it has stored none in this term
+
+
 class ServerStatus(ControlRecord, frozen=True):
     """The parameter server's state, sent once a second to `metrics`. Without it, a standby takes over."""
 
@@ -590,6 +603,7 @@ class ServerStatus(ControlRecord, frozen=True):
     source_ended: bool = False  # this server knows where a source has ended
     skipped: tuple[tuple[str, int], ...] = ()  # (reason, samples left out) of the applied batches
     tables: tuple[TableStatus, ...] = ()  # the bounded tables
+    shards: tuple[ShardStatus, ...] = ()  # in order; none: the server has the whole model
     learned: LatencyCounts | None = None  # from the events to the model, since this term began; None: not measured
     durable: LatencyCounts | None = None  # from the events to a checkpoint, likewise
 

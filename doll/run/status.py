@@ -22,7 +22,7 @@ from doll.monitor.state.freshness import freshness_text
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.progress import JobSnapshot, ProgressModel, skipped_text
 from doll.monitor.views.run_report import summary
-from doll.monitor.views.text import one_line, table_lines, worker_table
+from doll.monitor.views.text import one_line, shard_lines, table_lines, worker_table
 from doll.process.files import read_json
 from doll.process.metric_names import TERM, joiner_of
 from doll.records.control import AnyRecord, Metric, ServerStatus
@@ -67,7 +67,7 @@ class JobStatus:
         snapshot = self.snapshot
         state = f"finished: {snapshot.finished}" if snapshot.finished else "running, or waiting to be resumed"
         lines = [f"{self.config.job} ({state})", one_line(snapshot, self.config.stop), worker_table(snapshot)]
-        lines += table_lines(snapshot)
+        lines += [*shard_lines(snapshot), *table_lines(snapshot)]
         lines += (f"slow: worker {line.worker}: {line.slow}" for line in snapshot.workers if line.slow)
         reasons = dict.fromkeys(line.waiting_for for line in snapshot.workers if line.waiting_for)
         for reason in reasons:

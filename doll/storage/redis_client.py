@@ -102,8 +102,11 @@ def _tls_settings() -> dict[str, Any]:
     return {key: os.environ[name] for key, name in names.items() if os.environ.get(name)}
 
 
-def redis_problem(services: Services, timeout_s: float = 4.0) -> str | None:
-    """Return why Redis does not answer a PING within about `timeout_s`, and what to do; None if it answers."""
+def redis_problem(
+    services: Services, timeout_s: float = 4.0, *, origin: str = f"redis.address or {REDIS_ENV}"
+) -> str | None:
+    """Return why Redis does not answer a PING within about `timeout_s`, and what to do; None if it answers. `origin`:
+    where its address comes from."""
     try:
         with connect_redis(services, timeout_s=timeout_s, retries=0) as client:
             client.ping()
@@ -112,10 +115,7 @@ def redis_problem(services: Services, timeout_s: float = 4.0) -> str | None:
             f"Redis at {services.redis} refuses us ({reason_of(exc)}): set {REDIS_PASSWORD_ENV} (and {REDIS_USER_ENV})"
         )
     except redis.exceptions.RedisError as exc:
-        return (
-            f"Redis at {services.redis} does not answer ({reason_of(exc)}): start it, or correct redis.address or "
-            f"{REDIS_ENV}"
-        )
+        return f"Redis at {services.redis} does not answer ({reason_of(exc)}): start it, or correct {origin}"
     return None
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from doll.config.roles import CHECKPOINT_URLS
 from doll.errors import ConfigError
+from doll.services import shard_addresses
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.version_marks import NO_HISTORY, VersionHistory
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from doll.services import Services
     from doll.storage.checkpoints import CheckpointStore
     from doll.storage.redis_blobs import RedisBlobs
+    from doll.storage.sharded_blobs import ShardedBlobs
     from doll.storage.shm_blobs import ShmBlobs
 
 INIT_FROM: Final = "training.init_from"
@@ -75,12 +78,14 @@ number and the history of checkpoints to keep."""
 
 def open_blobs(
     config: JobConfig, services: Services, *, give_up: Callable[[], bool], timeout_s: float = 10.0
-) -> ShmBlobs | RedisBlobs:
-    """Return the job's blob store: in shared memory if `services.blobs` names a folder, otherwise in Redis. Raise
-    ConfigError if `blobs.kind` is shm and there is no folder, and ServiceUnavailableError if the folder belongs to
-    another user or other users can access it."""
+) -> ShmBlobs | RedisBlobs | ShardedBlobs:
+    """Return the job's blob store: in several Redis servers if `redis.shard_addresses` names them, in shared memory if
+    `services.blobs` names a folder, otherwise in Redis. Raise ConfigError if an address of Redis is not valid, or
+    `blobs.kind` is shm and there is no folder, and ServiceUnavailableError if the folder belongs to another user or
+    other users can access it."""
     from doll.storage.redis_blobs import RedisBlobs
     from doll.storage.redis_client import connect_redis
+    from doll.storage.sharded_blobs import ShardedBlobs
 
     kind = config.blobs.kind
     if kind == "shm" and not services.blobs:
@@ -89,6 +94,11 @@ def open_blobs(
             "is still going on this machine; set blobs.kind: redis for workers elsewhere"
         )
     redis_store = RedisBlobs(connect_redis(services, timeout_s=timeout_s), give_up=give_up)
+    if urls := shard_addresses(config):
+        places = [replace(services, redis=url) for url in urls]
+        return ShardedBlobs(
+            redis_store, [RedisBlobs(connect_redis(place, timeout_s=timeout_s), give_up=give_up) for place in places]
+        )
     if kind == "redis" or not services.blobs:
         return redis_store
     from doll.storage.shm_blobs import ShmBlobs, limit_bytes

@@ -12,13 +12,16 @@ import pytest
 import redis
 from doll.errors import BlobError
 from doll.local.redis_server import LocalRedis
+from doll.model.slices import BLOCK, sliced
 from doll.services import Services
 from doll.storage import blobs as codec
 from doll.storage import redis_blobs, shm_blobs
 from doll.storage.blobs import Blobs
 from doll.storage.redis_blobs import SECTION_BYTES, RedisBlobs
 from doll.storage.redis_client import connect_redis
+from doll.storage.sharded_blobs import ShardedBlobs
 from doll.storage.shm_blobs import ShmBlobs
+from doll.storage.slice_blobs import SliceBlobs
 from memory_stores import MemoryBlobs
 from waiting import until
 
@@ -30,8 +33,11 @@ def client_of(server: LocalRedis) -> redis.Redis:
 
 
 @pytest.fixture(
-    params=["memory", "redis", "redis, in sections", "shm", "shm, files used again", "shm, files used again and mapped"]
-)
+    params=[
+        "memory", "redis", "redis, in sections", "redis of a shard", "shm", "shm, files used again",
+        "shm, files used again and mapped",
+    ]
+)  # fmt: skip
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blobs]:
     if request.param == "memory":
         yield MemoryBlobs()
@@ -48,6 +54,15 @@ def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blobs]:
         return
     client = client_of(request.getfixturevalue("redis_server"))
     client.flushall()
+    if "shard" in request.param:
+        url = request.getfixturevalue("redis_server").address.removesuffix("0")
+        stores = [RedisBlobs(connect_redis(Services("", f"{url}{db}"))) for db in range(3)]
+        sharded = ShardedBlobs(stores[0], stores[1:])
+        yield SliceBlobs(sharded, sliced(2 * BLOCK, 2 * BLOCK, 2 * BLOCK, 2), 1)
+        assert not list(client.scan_iter()), "the blobs of a shard are in its own Redis"
+        sharded.close()
+        client.close()
+        return
     adapter = RedisBlobs(client, section_bytes=1000 if "sections" in request.param else SECTION_BYTES)
     yield adapter
     adapter.close()

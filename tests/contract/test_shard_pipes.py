@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 from doll.errors import ServiceUnavailableError
 from doll.local.redis_server import LocalRedis
+from doll.ps.shards import redis_pipes
 from doll.ps.shards.pipes import ServerEnd, ShardEnd
 from doll.ps.shards.redis_pipes import RedisServerEnd, RedisShardEnd, take_number
 from doll.services import Services
@@ -72,13 +73,23 @@ def test_a_process_that_has_ended_is_not_alive(kit: Kit) -> None:
     server, shard = kit.server("s1"), kit.shard()
     shard.send("s1", b"answer")
     assert server.receive(1.0) == b"answer"
-    assert not server.is_alive(shard.process), "it serves nobody yet"
+    assert server.mark(shard.process) is None, "it serves nobody yet"
     shard.serve("s1")
-    assert server.is_alive(shard.process)
-    assert not server.is_alive("another")
-    assert not kit.server("s2").is_alive(shard.process)
+    mark = server.mark(shard.process)
+    assert mark is not None
+    assert mark.server == "s1"
+    assert mark.host
+    assert mark.pid
+    assert server.mark("another") is None
+    assert kit.server("s2").mark(shard.process) is None
     shard.close()
-    assert not server.is_alive(shard.process)
+    assert server.mark(shard.process) is None
+
+
+def test_a_mark_of_another_release_is_none(services_of_redis: Services) -> None:
+    client = connect_redis(services_of_redis, retries=0)
+    client.set(f"{redis_pipes._prefix('marks', 0)}:p:alive", b"s1")
+    assert RedisServerEnd(client, "marks", 0, "s1").mark("p") is None
 
 
 def test_an_end_without_redis_gets_an_error() -> None:

@@ -45,6 +45,7 @@ SETTINGS = {
     "kafka.replication_factor": "3",
     "kafka.security": "sasl_ssl",
     "kafka.worker_user": "doll-worker",
+    "ps.shards": "2",
 }
 
 

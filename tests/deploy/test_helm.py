@@ -205,6 +205,7 @@ def test_a_job_in_shards_has_a_pod_for_each(tmp_path: Path) -> None:
     assert container["args"] == ["shard"]
     for undivided in ({}, {"ps": {"shards": 1}}):
         assert "shard" not in by_role(rendered(tmp_path, job={**VALUES["job"], **undivided}))
+    assert "expected a number, got auto" in helm(tmp_path, job={**VALUES["job"], "ps": {"shards": "auto"}}).stderr
 
 
 def test_a_job_with_a_join_has_as_many_joiners_each_with_a_number(tmp_path: Path) -> None:

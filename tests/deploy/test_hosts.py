@@ -217,7 +217,13 @@ def test_no_second_authority_is_made_while_the_first_cannot_be_read(
 
 @pytest.mark.parametrize(
     ("role", "words"),
-    [("ps", "ps"), ("evaluate", "evaluate"), ("provision", "provision run"), ("join", "join")],
+    [
+        ("ps", "ps"),
+        ("evaluate", "evaluate"),
+        ("provision", "provision run"),
+        ("join", "join"),
+        ("shard-11", "shard --shard 11"),
+    ],
 )
 def test_roles_of_the_control_host(make_host: Callable[..., Host], role: str, words: str) -> None:
     host = make_host()
@@ -236,6 +242,19 @@ def test_drain_stops_the_provisioner_first(make_host: Callable[..., Host]) -> No
     done = [call.split(" --")[0] for call in host.calls if call.startswith(("systemctl", "docker run"))]
     assert done == ["systemctl disable", "docker run"]
     assert "provision drain" in host.calls_of("docker run")[0]
+
+
+def test_a_silent_shard_counts_as_a_silent_parameter_server(make_host: Callable[..., Host]) -> None:
+    host = make_host()
+    assert host.run("control")[0] == 0
+    for port, expected in (("8091", 1), ("8092", 0)):  # of shard-1, and of no shard
+        assert host.run("heartbeat", FAKE_SICK=port)[0] == 0
+        data = json.loads(
+            host.calls_of("aws cloudwatch put-metric-data --namespace DOLL --metric-data [")[-1].split(
+                " --metric-data "
+            )[1]
+        )
+        assert {datum["Dimensions"][1]["Value"]: datum["Value"] for datum in data}["ps"] == expected
 
 
 def test_a_sign_of_life_is_given_only_while_the_parameter_server_runs(

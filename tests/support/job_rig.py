@@ -93,7 +93,7 @@ class Pipeline:
     def start(self) -> None:
         """The parameter server with its shards, if it has any, and all workers."""
         self.start_ps()
-        for number in range(self.config.ps.shards) if self.config.ps.shards > 1 else ():
+        for number in range(self.config.ps.num_shards) if self.config.ps.num_shards > 1 else ():
             self._start(self.spec(f"shard-{number}", "shard_role", number))
         for worker in range(self.config.data.workers):
             self.start_worker(worker)

@@ -11,7 +11,7 @@ from doll.config import JobConfig
 from doll.model.slices import Slices
 from doll.ps.shard_main import TermOpener
 from doll.ps.shards.messages import Begin
-from doll.ps.shards.pipes import ShardEnd
+from doll.ps.shards.pipes import Mark, ShardEnd
 from doll.ps.shards.shard import Shard, ShardTerm
 from doll.ps.shards.sharded_host import ShardedHost
 from doll.storage.blobs import Blobs
@@ -73,8 +73,8 @@ class MemoryServerEnd:
     def receive_part(self, timeout_s: float) -> bytes | None:
         return self._pipe.pop((f"{self._server}:parts",), timeout_s)
 
-    def is_alive(self, process: str) -> bool:
-        return self._pipe.alive.get(process) == self._server
+    def mark(self, process: str) -> Mark | None:
+        return Mark(self._server, "host", 7, 0) if self._pipe.alive.get(process) == self._server else None
 
 
 class MemoryShardEnd:
@@ -106,10 +106,10 @@ class ShardThreads:
     def __init__(self, config: JobConfig, task: Task, store: CheckpointStore, blobs: Blobs) -> None:
         self._config, self._store, self._blobs = config, store, blobs
         self._opener, self._building = TermOpener(config, task, store, blobs), threading.Lock()
-        self.pipes = [MemoryPipe() for _ in range(config.ps.shards)]
+        self.pipes = [MemoryPipe() for _ in range(config.ps.num_shards)]
         self._threads: list[tuple[threading.Thread, threading.Event]] = []
         self._count = 0
-        for number in range(config.ps.shards):
+        for number in range(config.ps.num_shards):
             self._threads.append(self._started(number))
 
     def host(

@@ -53,6 +53,13 @@ def test_require_names_each_service_that_is_not_there_and_what_to_do(redis_serve
     assert "Redis" not in str(caught.value)
 
 
+def test_require_names_the_redis_of_a_shard_that_is_not_there(redis_server: LocalRedis) -> None:
+    config = job("ps.shards=2", f"redis.shard_addresses=['redis://127.0.0.1:1/0', '{redis_server.address}']")
+    with pytest.raises(ServiceUnavailableError) as caught:
+        require_services(config, Services("127.0.0.1:1", redis_server.address), timeout_s=0.5)
+    assert "start it, or correct redis.shard_addresses; Kafka" in str(caught.value)
+
+
 def test_require_gives_up_on_servers_that_stay_silent(silent_port: int) -> None:
     silent = Services(f"127.0.0.1:{silent_port}", f"redis://127.0.0.1:{silent_port}/0")
     with pytest.raises(ServiceUnavailableError):

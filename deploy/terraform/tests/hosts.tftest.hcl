@@ -62,6 +62,12 @@ run "the_control_host_with_the_cache_is_protected_from_termination" {
     security_group_ids = ["sg-0123456789abcdef0"]
     environment        = {}
     settings           = {}
+    shards             = 2
+  }
+
+  assert {
+    condition     = join(" ", slice(output.restart_units, 4, 7)) == "doll-role@provision doll-role@shard-0 doll-role@shard-1"
+    error_message = "the host has no unit for each shard"
   }
 
   assert {

@@ -211,6 +211,11 @@ run "serverless_and_all_that_is_optional" {
     image_tag                       = "sha256:0000000000000000000000000000000000000000000000000000000000000000"
     worker_instance_types           = ["c7g.xlarge", "c6g.xlarge", "m7g.xlarge"]
     control_instance_type           = "m7g.xlarge"
+    shards                          = 3
+  }
+  assert {
+    condition     = output.settings["ps.shards"] == "3"
+    error_message = "the roles do not know how many shards the host has"
   }
   assert {
     condition     = strcontains(output.environment.DOLL_BOOT_IMAGE, "doll-test@sha256:")
@@ -296,12 +301,13 @@ run "wrong_values" {
     schema_registry_ca    = "-----BEGIN PRIVATE KEY-----"
     schema_registry_cidrs = ["0.0.0.0/0"]
     schema_registry_port  = 0
+    shards                = 2.5
   }
   expect_failures = [
     var.name, var.image_tag, var.region, var.zone_count, var.vpc_cidr, var.producer_cidrs, var.worker_instance_types,
     var.worker_ami_id, var.cache_mode, var.control_instance_type, var.alarm_email, var.alarm_topic_arn,
     var.log_retention_days,
-    var.schema_registry_ca, var.schema_registry_cidrs, var.schema_registry_port,
+    var.schema_registry_ca, var.schema_registry_cidrs, var.schema_registry_port, var.shards,
   ]
 }
 

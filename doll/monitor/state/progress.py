@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from doll.amounts import clock, or_nan
-from doll.config import HistorySource, JobConfig, StdinSource
+from doll.config import JobConfig
 from doll.ledger import offset_ranges
 from doll.ledger.balance import Range, named
 from doll.ledger.offset_ranges import Span
@@ -34,6 +34,7 @@ from doll.records.control import (
     Metric,
     ServedStatus,
     ServerStatus,
+    ShardStatus,
     TableStatus,
     TermStarted,
     Update,
@@ -165,6 +166,7 @@ class JobSnapshot:
     skipped: tuple[tuple[str, int], ...] = ()  # number of samples that the task has skipped, by reason
     limit: str = ""  # the factor that limits the job, and the remedy
     tables: tuple[TableStatus, ...] = ()  # only bounded tables
+    shards: tuple[ShardStatus, ...] = ()  # none: the server has the whole model
     join: JoinCounts | None = None  # None: the job has no data.join
     history: str = ""  # the part of a source's history that has been sent
     freshness: tuple[StageFreshness, ...] = ()  # of the stages that any record has reached
@@ -397,9 +399,7 @@ class ProgressModel:
     @property
     def rate_is_stated(self) -> bool:
         """Whether the job file states the arrival rate of samples; otherwise the rate is measured."""
-        source, process = self.config.source, self.config.arrivals.process
-        stated = process in ("poisson", "deterministic")
-        return source is not None and not isinstance(source, StdinSource | HistorySource) and stated
+        return self.config.states_rate
 
     def arrival_rates_per_s(self) -> list[float]:
         """Return the arrival rate of each worker's streams, samples per second, as stated or as measured."""
@@ -515,6 +515,7 @@ class ProgressModel:
             skipped=self.skipped(),
             limit=self.diverged or limit_text(self.config, self._status),
             tables=() if self._status is None else self._status.tables,
+            shards=() if self._status is None else self._status.shards,
             join=self.join(),
             history=self.history_sent(),
             freshness=self.freshness.stages(),

@@ -24,7 +24,7 @@ from doll.monitor.state.progress import MAX_UPDATES, WorkerLine, skipped_text
 from doll.monitor.state.watched_job import PageState
 from doll.monitor.views.page_parts import market, served
 from doll.monitor.views.panels import moving_mean
-from doll.monitor.views.text import table_lines, verdict, with_error
+from doll.monitor.views.text import shard_lines, table_lines, verdict, with_error
 from doll.monitor.views.verdicts import blind, elapsed_s, forecast_s, pause, silent_text, verdicts
 from doll.process.metric_names import worker_of
 from doll.provisioner.prices.shipped import ec2_estimate
@@ -269,6 +269,7 @@ def _work(state: PageState) -> list[Fact]:
         ("blocked", "" if policy is None else policy.blocked_text + policy.void_text),
         ("sent", "" if policy is None else f"gradients {policy.bytes_text}, weights {policy.weights_text}"),
         ("stages", "" if pipeline is None else f"{pipeline.stages} of each worker; a click on a worker names them"),
+        *((name, text) for name, _, text in (line.partition(": ") for line in shard_lines(snapshot))),
         *(("table", line.removeprefix("table ")) for line in table_lines(snapshot)),
         ("join", "" if snapshot.join is None else snapshot.join.text().removeprefix("join: ")),
         ("history", snapshot.history),

@@ -93,6 +93,11 @@ def server_samples(status: ServerStatus) -> Iterator[MetricSample]:
         yield MetricSample("doll_ps_table_rows", labels, float(table.rows))
         for name in ("admitted", "evicted", "expired", "refused"):
             yield MetricSample(f"doll_ps_table_{name}_total", labels, float(getattr(table, name)))
+    for shard in status.shards:
+        labels = (("shard", str(shard.shard)),)
+        yield MetricSample("doll_ps_shard_live", labels, float(shard.is_alive))
+        for name in ("version", "slice_bytes", "memory_bytes", "part_version"):
+            yield MetricSample(f"doll_ps_shard_{name}", labels, float(getattr(shard, name)))
     for worker in status.workers:
         values = {"live": float(worker.is_live), "restarts_total": float(worker.restarts)}
         values |= _fields(worker, _WORKER_FIELDS)

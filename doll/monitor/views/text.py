@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
-from doll.amounts import aligned, clock, known, number, out_of
+from doll.amounts import aligned, byte_size, clock, known, number, out_of
 from doll.config import StopConfig
 from doll.ledger.balance import count
 from doll.metrics.states import ERROR_BOUND, STDERR
 from doll.monitor.state.progress import JobSnapshot, WorkerLine
 
 WORKER_COLUMNS = ("worker", "state", "market", "control", "restarts", "samples/s", "lag", "batches")
+_MOST_SHARDS: Final = 16
 TEXT_COLUMNS = ("state", "market", "control")  # left-aligned columns
 
 
@@ -90,6 +92,20 @@ def table_lines(snapshot: JobSnapshot) -> list[str]:
         f"{item.expired:,} expired, {item.refused:,} gradients without a row"
         for item in snapshot.tables
     ]
+
+
+def shard_lines(snapshot: JobSnapshot) -> list[str]:
+    """Return one line for each shard of the model, lost ones first, and for at most 16 of them."""
+    shown = sorted(snapshot.shards, key=lambda item: item.is_alive)[:_MOST_SHARDS]
+    lines = [
+        f"shard {item.shard}: {'live' if item.is_alive else 'lost'}, "
+        + (f"process {item.pid} on {item.host}, version {item.version}, " if item.pid else "")
+        + f"{byte_size(item.slice_bytes)} of the model, {byte_size(item.memory_bytes)} of memory, "
+        + ("no part of a checkpoint in this term" if item.part_version < 0 else f"part of version {item.part_version}")
+        for item in shown
+    ]
+    others = len(snapshot.shards) - len(shown)
+    return [*lines, f"other shards: {others}"] if others else lines
 
 
 def worker_table(snapshot: JobSnapshot) -> str:

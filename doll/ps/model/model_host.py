@@ -25,7 +25,7 @@ from doll.ps.model.updater import ContributionBuffer, ModelParts
 from doll.ps.tables.bounded_ids import Totals
 from doll.ps.tables.row_server import RowServer, StoredRows
 from doll.ps.tables.store import TableStore
-from doll.records.control import GetRows
+from doll.records.control import GetRows, ShardStatus
 from doll.storage.blobs import (
     HEADER_BYTES,
     Blobs,
@@ -92,6 +92,7 @@ class Host(Protocol):
     def row_changes(self) -> RowChanges | None: ...
     def forget_snapshot(self, version: int) -> None: ...
     def check(self) -> None: ...
+    def shard_statuses(self) -> tuple[ShardStatus, ...]: ...
     def end(self) -> None: ...
 
 
@@ -339,6 +340,9 @@ class ModelHost:
 
     def check(self) -> None:
         """Do nothing, because the model is in this process. `ShardedHost` checks its shards."""
+
+    def shard_statuses(self) -> tuple[ShardStatus, ...]:
+        return ()
 
     def end(self) -> None:
         """Do nothing at the end of the job. `ShardedHost` lets its shards exit."""

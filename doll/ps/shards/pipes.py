@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
+import msgspec
+
 from doll.errors import ServiceUnavailableError
 
 ALIVE_S: Final = 6.0  # a shard that has not renewed its mark for this long counts as lost
@@ -14,6 +16,20 @@ ALIVE_S: Final = 6.0  # a shard that has not renewed its mark for this long coun
 
 class PipeBrokenError(ServiceUnavailableError):
     """Redis has not carried a message. The server and its shards leave the term."""
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """The words of a shard's process, which it repeats while it runs.
+
+    Attributes:
+        server: name of the server's process that it serves; "": of none.
+        memory_bytes: its resident memory; 0: unknown.
+    """
+
+    server: str
+    host: str
+    pid: int
+    memory_bytes: int
 
 
 class ServerEnd(Protocol):
@@ -31,10 +47,9 @@ class ServerEnd(Protocol):
     def receive_part(self, timeout_s: float) -> bytes | None:
         """Return the next message about a part of a checkpoint. Another thread may call this method."""
 
-    def is_alive(self, process: str) -> bool:
-        """Return whether this process of a shard has run within the last `ALIVE_S` seconds, in the term of this
-        server."""
-        ...
+    def mark(self, process: str) -> Mark | None:
+        """Return what this process of a shard has said last; None if it has not run within the last `ALIVE_S` seconds,
+        or is not in the term of this server."""
 
 
 class ShardEnd(Protocol):

@@ -6,6 +6,8 @@ term, and the server begins again from the newest checkpoint.
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 import uuid
@@ -14,9 +16,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import redis
 
-from doll.ps.shards.pipes import ALIVE_S, PipeBrokenError
+from doll.process.memory import resident_bytes
+from doll.ps.shards.pipes import ALIVE_S, Mark, PipeBrokenError
 from doll.storage.blobs import key_prefix
 from doll.storage.redis_client import reason_of
 
@@ -46,9 +50,13 @@ class RedisServerEnd:
     def receive_part(self, timeout_s: float) -> bytes | None:
         return _pop(self._client, [f"{self._prefix}:{self._server}:parts"], timeout_s)
 
-    def is_alive(self, process: str) -> bool:
-        served: bytes | None = _call(partial(self._client.get, f"{self._prefix}:{process}:alive"))
-        return served == self._server.encode()
+    def mark(self, process: str) -> Mark | None:
+        data: bytes | None = _call(partial(self._client.get, f"{self._prefix}:{process}:alive"))
+        try:
+            mark = None if data is None else msgspec.msgpack.decode(data, type=Mark)
+        except (msgspec.MsgspecError, UnicodeDecodeError):  # of another release
+            return None
+        return mark if mark is not None and mark.server == self._server else None
 
 
 def take_number(client: redis.Redis, scope: str, shards: int, process: str) -> int | None:
@@ -105,7 +113,8 @@ class RedisShardEnd:
         self._client.close()
 
     def _mark(self) -> None:
-        self._client.set(f"{self._prefix}:{self.process}:alive", self._serves, px=_ALIVE_MS)
+        mark = Mark(self._serves, socket.gethostname(), os.getpid(), resident_bytes())
+        self._client.set(f"{self._prefix}:{self.process}:alive", msgspec.msgpack.encode(mark), px=_ALIVE_MS)
 
     def _stay_alive(self) -> None:
         while True:

@@ -22,10 +22,10 @@ from doll.model.slices import Slices
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.model.model_host import FetchOutcome
 from doll.ps.shards import messages as m
-from doll.ps.shards.pipes import ServerEnd
+from doll.ps.shards.pipes import Mark, ServerEnd
 from doll.ps.tables.bounded_ids import Totals
 from doll.ps.tables.row_server import StoredRows
-from doll.records.control import GetRows
+from doll.records.control import GetRows, ShardStatus
 from doll.storage.blobs import Blobs, Buffer, Latest, encode_latest, latest_key, scope_of, weights_key
 from doll.storage.checkpoints import Checkpoint, CheckpointPart, VersionStore
 from doll.storage.contributions import decode_contribution, whole_contribution
@@ -80,6 +80,8 @@ class ShardedHost:
         self._version = 0
         self._parts: dict[int, dict[int, CheckpointPart]] = {}  # stored parts by version and shard
         self._is_closed = threading.Event()
+        self._marks = dict[int, Mark | None].fromkeys(range(len(ends)))  # None: the shard is lost
+        self._stored: dict[int, int] = {}  # the version of the newest part of each shard
 
     @property
     def num_values(self) -> int:
@@ -109,6 +111,7 @@ class ShardedHost:
             if not isinstance(answer, m.Begun):
                 raise ShardLostError(f"shard {number}: expected Begun, got {type(answer).__name__}")
             self._processes.append(answer.process)
+        self._require_alive()
         return True
 
     def fetch(self, order: FetchGradient) -> FetchOutcome:
@@ -257,11 +260,24 @@ class ShardedHost:
 
     def _require_alive(self) -> None:
         for number, (end, process) in enumerate(zip(self._ends, self._processes, strict=True)):
-            if not end.is_alive(process):
+            self._marks[number] = end.mark(process)
+            if self._marks[number] is None:
                 raise ShardLostError(
                     f"shard {number} has ended, is frozen, or has left the term: the next term begins from the newest "
                     "checkpoint"
                 )
+
+    def shard_statuses(self) -> tuple[ShardStatus, ...]:
+        """Return the state of each shard at the last `check`."""
+        return tuple(
+            ShardStatus(
+                shard=number, is_alive=mark is not None, host="" if mark is None else mark.host,
+                pid=0 if mark is None else mark.pid, version=self._version,
+                slice_bytes=4 * self._slices[number].size, memory_bytes=0 if mark is None else mark.memory_bytes,
+                part_version=self._stored.get(number, -1),
+            )
+            for number, mark in self._marks.items()
+        )  # fmt: skip
 
     def end(self) -> None:
         """Let the shards exit, because the job has ended."""
@@ -285,6 +301,7 @@ class ShardedHost:
                     raise CheckpointError(f"shard {number}: {answer.reason}")
                 if isinstance(answer, m.PartStored) and answer.version >= version:
                     self._parts.setdefault(answer.version, {})[number] = answer.part
+                    self._stored[number] = answer.version
         return tuple(parts[number] for number in range(len(self._ends)))
 
     def forget_parts(self, version: int) -> None:
@@ -320,6 +337,7 @@ class ShardedHost:
 
     def _checked(self, number: int, answer: m.Answer) -> m.Answer:
         if isinstance(answer, m.Failed):
+            self._marks[number] = None
             error = ShardLostError if answer.kind == "other" else m.ERRORS[answer.kind]
             raise error(f"shard {number}: {answer.reason}")
         return answer

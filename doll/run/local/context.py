@@ -114,7 +114,7 @@ class LocalRun:
 
     def shards(self) -> list[RoleSpec]:
         """Return the shards of `ps.shards`; none if the parameter server has the whole model."""
-        count = self.config.ps.shards if self.config.ps.shards > 1 else 0
+        count = self.config.ps.num_shards if self.config.ps.num_shards > 1 else 0
         return [self._spec(f"shard-{number}", "shard_role", number) for number in range(count)]
 
     def worker(self, slot: int) -> RoleSpec:

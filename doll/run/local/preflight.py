@@ -105,11 +105,15 @@ class CheckedModel(NamedTuple):
 
     Attributes:
         parameters: number of trainable parameters, including those of tables.
+        values: number of values of the model without tables.
+        shards: number of shards among which it is divided.
         init_from: the tensors that `training.init_from` sets. None: the job file does not have this key, or the key was
             not checked.
     """
 
     parameters: int
+    values: int
+    shards: int
     init_from: InitReport | None
 
 
@@ -132,7 +136,8 @@ def check_model(config: JobConfig, *, begins: bool = True) -> CheckedModel:
     model = build(config, load_task(config), with_rows=False)
     check_recipe(config.training, model)
     initial = matched(config, model) if begins else None
-    return CheckedModel(model.num_parameters + model.num_table_values, None if initial is None else initial.report)
+    parameters, report = model.num_parameters + model.num_table_values, None if initial is None else initial.report
+    return CheckedModel(parameters, model.flat.numel(), len(model.slices), report)
 
 
 def _find(module: str, config: JobConfig) -> Path | None:

@@ -26,7 +26,7 @@ from doll.ledger.admission import admit
 from doll.process.fault_points import fault_point
 from doll.ps.standby import LeaderCheck
 from doll.run.folder import RunFolder
-from doll.run.local.resume import check_same_ledger, on_same_broker, refuse_new_weights, resume_in
+from doll.run.local.resume import check_same_ledger, on_same_broker, refuse_new_weights, resume_in, run_resume
 from doll.run.local.roles import JobProcess
 from doll.run.local.up import check_runnable
 from doll.run.policy_choice import parse_choice
@@ -49,6 +49,7 @@ class NewGrid:
     group_size: int | None = None
     policy: str | None = None  # in the form of `doll compare --policies`
     workers: int | None = None
+    shards: int | None = None
 
     def overrides(self, config: JobConfig) -> list[str]:
         """Return the changes as overrides of the job file.
@@ -67,11 +68,14 @@ class NewGrid:
             changes.append(f"data.workers={self.workers}")
             if config.data.partitions is None and config.data.topic is None:  # keep the number of partitions
                 changes.append(f"data.partitions={config.data.num_partitions}")
+        if self.shards is not None:
+            changes.append(f"ps.shards={self.shards}")
         return changes
 
 
 def regrid_run(target: Target, overrides: Sequence[str], new: NewGrid, say: Say) -> dict[str, Any]:
-    """Regrid the run of `target`, a run folder, and resume it; return the report, as `run_up`.
+    """Regrid the run of `target`, a run folder, and resume it; return the report, as `run_up`. If only the number of
+    shards changes, the run is resumed in its grid.
 
     Raises:
         ConfigError: the run is still running, nothing is changed, or a change is not possible.
@@ -80,8 +84,15 @@ def regrid_run(target: Target, overrides: Sequence[str], new: NewGrid, say: Say)
     """
     run = target.run
     config = load(target.path, [*overrides, *new.overrides(target.config)])
+    if new.shards is not None and not overrides and new == NewGrid(shards=new.shards):
+        return run_resume(run.path, new.overrides(target.config))
     with run.locked():
         check_runnable(config, begins=False)
+        if config.ps.shards == "auto":  # the new job file is compared with the checkpoint, which has the number
+            from doll.model.flat_model import counted
+            from doll.task.base import load_task
+
+            config = counted(config, load_task(config))
         refuse_new_weights(run, config)
         config = on_same_broker(run, config)
 

@@ -243,12 +243,15 @@ def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
 
 @_role
 def model_role(job_path: str, run_folder: str) -> int:
-    """Build the model for a trial. If the job begins with given weights, write a report on them to the folder."""
+    """Build the model for a trial. If the job begins with given weights, write a report on them to the folder. If
+    `ps.shards` is auto, write its number to the job file."""
     from doll.run.local.preflight import check_model
 
     config, folder = load(Path(job_path)), RunFolder(Path(run_folder))
     begins = config.training.init_from is not None and not open_store(config, folder.path).versions()
-    report = check_model(config, begins=begins).init_from
-    if report is not None:
-        write_json(folder.init_from, report.to_dict() | {"text": report.text()})
+    model = check_model(config, begins=begins)
+    if model.init_from is not None:
+        write_json(folder.init_from, model.init_from.to_dict() | {"text": model.init_from.text()})
+    if config.ps.shards == "auto":
+        folder.write_job(config.with_shards(model.shards))
     return 0

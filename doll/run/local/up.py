@@ -173,6 +173,9 @@ def _services_of(
         say("loading torch and building the model")
         if begun := _check_model(folder, forks):
             say(begun)
+        if config.ps.shards == "auto":
+            config = config.with_shards(load(folder.job).ps.num_shards)  # written by the process that built the model
+            say(f"ps.shards: auto is {config.ps.num_shards} for this model")
         say("connecting to Kafka and Redis")
         with local_stack(config, folder.path, say, advertised_ports=hook.advertised_ports) as stack:
             if (taken := taken_health_ports(config)) is not None:

@@ -171,7 +171,7 @@ class FaultInjector(RunHook):
             standby=self.standby,
             brokers=brokers,
             stages=0 if pipeline is None else pipeline.stages,
-            shards=self._config.ps.shards if self._config.ps.shards > 1 else 0,
+            shards=self._config.ps.num_shards if self._config.ps.num_shards > 1 else 0,
             without={name for name, is_impossible in impossible.items() if is_impossible},
             only=self._only,
         )
@@ -225,7 +225,7 @@ class FaultInjector(RunHook):
         targets: set[FaultTarget] = {"worker", "ps"}
         if self._config.worker.pipeline is not None:
             targets.add("stage")
-        if self._config.ps.shards > 1:
+        if self._config.ps.num_shards > 1:
             targets.add("shard")
         if self._config.source is not None and not isinstance(self._config.source, StdinSource):
             targets.add("producer")

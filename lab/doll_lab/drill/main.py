@@ -73,13 +73,15 @@ def run_drill(
     require_own_topic(config, "doll drill")
     if config.source is None:
         raise ConfigError("source: expected a section in the job file, got none: a drill needs a continuous stream")
+    if config.ps.shards == "auto":
+        raise ConfigError("ps.shards: expected a number for a drill, got auto: doll plan says the number")
     # Blobs go through Redis, whatever the job file sets, so that a crash of Redis loses all of them.
     blobs = config.blobs.model_copy(update={"kind": "redis"})
     kafka = config.kafka.model_copy(update={"replication_factor": brokers} if brokers > 1 else {})
     checkpoint = config.checkpoint.model_copy(update={"event_log": True} if replay else {})
     endless = config.model_copy(update={"stop": StopConfig(), "blobs": blobs, "kafka": kafka, "checkpoint": checkpoint})
     roles = [*PARAMETER_SERVERS, *(f"worker-{worker}" for worker in range(config.data.workers)), "producer"]
-    roles += [f"shard-{number}" for number in range(config.ps.shards)]
+    roles += [f"shard-{number}" for number in range(config.ps.num_shards)]
     drills: list[tuple[RunFolder, FaultInjector]] = []
     with RoleRelays(roles, brokers) as relays:
 

@@ -85,6 +85,12 @@ def test_two_keys_make_a_job() -> None:
         ("task.class='m:not a name'", "task: expected 'module:Class'"),
         ("task.args=3", "task.args: input should be a valid dictionary, got 3"),
         ("data=", "data: input should be a valid dictionary .*, got None"),
+        ("ps.shards=257", "ps.shards: .* less than or equal to 256, got 257"),
+        (
+            "redis.shard_addresses=['redis://a:1/0', 'redis://b:1/0']",
+            r"redis.shard_addresses: expected one for each shard of ps.shards \(1\), got 2",
+        ),
+        ("redis.shard_addresses=['redis://u:p@a:1/0']", "redis.shard_addresses: no credentials in the job file"),
         ("kafka.security=tls", "kafka.security: input should be 'plaintext', .*, got 'tls'"),
     ],
 )  # fmt: skip

@@ -278,6 +278,14 @@ def test_a_gradient_that_one_shard_does_not_have_is_lost_for_all() -> None:
     host.apply(ev.ApplyUpdate(1, (applied,), 0.25, 4, 1))
     host.tensors()
     weights = joined(store.read_part(1, 1, part) for part in host.gather_parts(1))["weights"]
+    host.check()
+    said = [(item.shard, item.is_alive, item.version, item.part_version) for item in host.shard_statuses()]
+    assert said == [(0, True, 1, 1), (1, True, 1, 1)]
+    assert [item.slice_bytes for item in host.shard_statuses()] == [4 * part.size for part in model.slices]
+    threads.kill(1)
+    with pytest.raises(ShardLostError, match="shard 1"):
+        host.check()
+    assert [item.is_alive for item in host.shard_statuses()] == [True, False]
     whole = Sliced(TRAININGS["momentum"], 1)
     whole.apply([gradient], 4.0, 0)
     assert weights.tobytes() == whole.tensors()["weights"].tobytes()

@@ -1,4 +1,4 @@
-# Parameter server, provisioner, evaluator and the self-managed cache on one on-demand machine. Persistent data is in the
+# Parameter server with its shards, provisioner, evaluator and the self-managed cache on one on-demand machine. Persistent data is in the
 # bucket (checkpoints) and in Kafka.
 
 # Hosts read both parameters when their services start, so a change needs no new machine.
@@ -30,6 +30,10 @@ module "role" {
 
 locals {
   roles = ["ps", "evaluate", "provision"]
+
+  services = [for role in concat(local.roles, local.shards) : "doll-role@${role}"]
+
+  shards = [for number in range(var.shards > 1 ? var.shards : 0) : "shard-${number}"]
 }
 
 module "boot" {
@@ -44,7 +48,7 @@ module "boot" {
   units   = ["doll-boot.service", "doll-cache.service", "doll-role@.service", "doll-heartbeat.service", "doll-heartbeat.timer"]
   start = concat(
     ["doll-boot.service", "doll-cache.service"],
-    [for role in local.roles : "doll-role@${role}.service"],
+    [for unit in local.services : "${unit}.service"],
     ["doll-heartbeat.timer"],
   )
 }

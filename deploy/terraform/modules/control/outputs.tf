@@ -10,5 +10,5 @@ output "role_name" {
 
 output "restart_units" {
   description = "Units to restart after changes, in the order for systemctl restart."
-  value       = concat(["doll-boot", "doll-cache"], [for role in local.roles : "doll-role@${role}"])
+  value       = concat(["doll-boot", "doll-cache"], local.services)
 }

@@ -53,6 +53,12 @@ variable "settings" {
   type        = map(string)
 }
 
+variable "shards" {
+  description = "Number of shards of the model; 1: none, the parameter server has the whole model."
+  type        = number
+  default     = 1
+}
+
 variable "network_ready" {
   description = "Egress of the private subnets: the host boots after it."
   type        = any

@@ -101,7 +101,7 @@ resource "aws_cloudwatch_metric_alarm" "no_workers" {
 # If the host reports nothing, the parameter server counts as silent.
 resource "aws_cloudwatch_metric_alarm" "role_silent" {
   for_each = {
-    ps          = "The parameter server is silent: nothing is learned. journalctl -u doll-role@ps"
+    ps          = "The parameter server, or one of its shards, is silent: nothing is learned. journalctl -u doll-role@ps -u 'doll-role@shard-*'"
     evaluator   = "The evaluator is silent: the job continues without held-out errors. journalctl -u doll-role@evaluate"
     provisioner = "The provisioner is silent: workers are not replaced, and the budget is not enforced. journalctl -u doll-role@provision; or terminate the workers: /opt/doll/drain.sh"
   }

@@ -12,9 +12,9 @@ from doll.config import JobConfig, StopConfig, load, parse
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import Display, panel
-from doll.monitor.views.text import one_line, table_lines, worker_table
+from doll.monitor.views.text import one_line, shard_lines, table_lines, worker_table
 from doll.process.files import json_safe
-from doll.records.control import Finished, Measures, Member, Metric, TableStatus, Update, WorkerStatus
+from doll.records.control import Finished, Measures, Member, Metric, ShardStatus, TableStatus, Update, WorkerStatus
 from doll.run.status import JobStatus
 from doll.theory.queueing import Stability
 from paths import EXAMPLES
@@ -207,6 +207,19 @@ def test_a_bounded_table_has_a_line(running: ProgressModel) -> None:
     assert table_lines(snapshot) == [
         "table items.weight: 1,000 rows; 4,000 ids admitted, 2,500 evicted, 500 expired, 12,345 gradients without a row"
     ]
+
+
+def test_each_shard_has_a_line_and_lost_ones_come_first(running: ProgressModel) -> None:
+    live = ShardStatus(
+        shard=0, host="h", pid=7, version=41, slice_bytes=1_200_000, memory_bytes=310_000_000, part_version=40
+    )
+    lost = ShardStatus(shard=1, is_alive=False)
+    assert shard_lines(replace(running.snapshot(20.0), shards=(live, lost))) == [
+        "shard 1: lost, 0 B of the model, 0 B of memory, no part of a checkpoint in this term",
+        "shard 0: live, process 7 on h, version 41, 1.2 MB of the model, 310.0 MB of memory, part of version 40",
+    ]
+    many = shard_lines(replace(running.snapshot(20.0), shards=(live,) * 20))
+    assert (len(many), many[-1]) == (17, "other shards: 4")
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(7.2, "7 s"), (65, "1:05"), (7385, "2:03:05"), (math.nan, "")])

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 from doll.monitor.views.prometheus import JobMetrics, MetricSample, samples_of
-from doll.records.control import Finished, Measures, Member, Metric, ServerStatus, TableStatus, TermStarted, Update
+from doll.records.control import (
+    Finished,
+    Measures,
+    Member,
+    Metric,
+    ServerStatus,
+    ShardStatus,
+    TableStatus,
+    TermStarted,
+    Update,
+)
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from statuses import gone_worker, live_worker, server_status
@@ -87,6 +97,16 @@ def test_bounded_tables_are_exposed_by_their_names() -> None:
         values[key(f"doll_ps_table_{name}_total", table="b")] for name in ("admitted", "evicted", "expired", "refused")
     ]
     assert shown == [9, 3, 1, 1]
+
+
+def test_shards_are_exposed_by_their_numbers() -> None:
+    job = JobMetrics("j", 1)
+    status = ShardStatus(shard=1, is_alive=False, version=41, slice_bytes=8, memory_bytes=9, part_version=40)
+    job.feed(server_status([live_worker(0)], shards=(ShardStatus(shard=0), status)))
+    values = exposed(job)
+    assert values[key("doll_ps_shard_live", shard="0")] == 1
+    names = ("live", "version", "slice_bytes", "memory_bytes", "part_version")
+    assert [values[key(f"doll_ps_shard_{name}", shard="1")] for name in names] == [0, 41, 8, 9, 40]
 
 
 def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:

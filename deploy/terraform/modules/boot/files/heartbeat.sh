@@ -17,10 +17,15 @@ silent() {
 }
 
 metrics="" provisioner=1
+shards=$(sed -n 's/^ps\.shards=//p' "$run/settings" 2> /dev/null || true)
 for entry in ps:ps:8080 evaluator:evaluate:8081 provisioner:provision:8082; do
   IFS=: read -r role command port <<< "$entry"
   value=$(silent "$command" "$port")
   if [ "$role" = provisioner ]; then provisioner=$value; fi
+  # The parameter server waits for a shard that is lost, and nothing is learned.
+  for ((number = 0; shards > 1 && number < shards; number++)); do
+    if [ "$role" = ps ] && [ "$(silent "shard-$number" $((8090 + number)))" = 1 ]; then value=1; fi
+  done
   metrics+="${metrics:+,}{\"MetricName\":\"RoleSilent\",\"Value\":$value,\"Dimensions\":[{\"Name\":\"Cluster\",\"Value\":\"$DOLL_STACK_NAME\"},"
   metrics+="{\"Name\":\"Role\",\"Value\":\"$role\"}]}"
 done
