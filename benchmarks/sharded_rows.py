@@ -56,7 +56,7 @@ def main() -> None:
                 speed = _in_processes(shards, make, arguments.seconds)
                 runs.setdefault((optimizer, shards), []).append(speed)
                 print(optimizer, shards, f"{speed:,.0f}", flush=True)
-    yardstick = statistics.median(runs["numpy", 1])
+    reference = statistics.median(runs["numpy", 1])
     report = Report(
         f"Row updates per second of a table of {shape.num_rows:.0e} rows of {WIDTH} values, medians of "
         f"{arguments.repetitions} runs in turns",
@@ -65,7 +65,7 @@ def main() -> None:
     for (what, shards), speeds in runs.items():
         median = statistics.median(speeds)
         spread = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
-        report.rows.append([what, str(shards), f"{median:,.0f}", spread, f"{median / yardstick:.2f}"])
+        report.rows.append([what, str(shards), f"{median:,.0f}", spread, f"{median / reference:.2f}"])
     print(report.markdown())
 
 

@@ -54,7 +54,7 @@ from doll.storage.version_marks import (
     obsolete,
     unknown_version,
 )
-from doll.tables.checkpointed import Make, joined_table
+from doll.tables.checkpointed import Make, by_row, joined_table
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -216,9 +216,10 @@ def _encode_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Buffer]:
 
 
 def checksum_of(tensors: Mapping[str, npt.NDArray[Any]]) -> str:
-    """Return the SHA-256 of all tensors, with their names, types and shapes: equal if all bits are."""
+    """Return the SHA-256 of all tensors, with their names, types and shapes: equal if all bits are. The order of the
+    slots of tables does not count: it depends on the number of shards."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(by_row(tensors).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
         digest.update(np.ascontiguousarray(tensor).data)
     return digest.hexdigest()

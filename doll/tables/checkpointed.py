@@ -56,6 +56,18 @@ def part_of_tables(tensors: Tensors, tables: Iterable[str], part: RowSlice) -> d
     return parts
 
 
+def by_row(tensors: Tensors) -> dict[str, npt.NDArray[Any]]:
+    """Return all tensors of a checkpoint with the slots of tables in the order of their rows. The number of shards does
+    not change this order."""
+    ordered = dict(tensors)
+    for name, touched in tensors.items():
+        if name.startswith("table.") and name.endswith(f".{TOUCHED}"):
+            table, order = name[len("table.") : -len(f".{TOUCHED}")], np.argsort(touched)
+            for part in (name, *_names_of_state(tensors, table)):
+                ordered[part] = tensors[part][order]
+    return ordered
+
+
 def _names_of_state(tensors: Tensors, table: str) -> list[str]:
     prefix = tensor_name(table, "state.")
     return [name for name in tensors if name.startswith(prefix)]

@@ -41,6 +41,7 @@ from doll.run.target import Target
 from doll.services import Services, resolve
 from doll.storage.checkpoints import Checkpoint, CheckpointStore, checksum_of
 from doll.storage.stores import open_store
+from doll.tables.checkpointed import by_row
 
 Say = Callable[[str], None]
 Tensors = Mapping[str, npt.NDArray[Any]]
@@ -415,6 +416,7 @@ def _by_partition(spans: Mapping[int, Sequence[Span]], num: int) -> list[Sequenc
 
 
 def _is_close(a: Tensors, b: Tensors) -> bool:
+    a, b = by_row(a), by_row(b)
     return a.keys() == b.keys() and all(
         a[name].shape == b[name].shape and np.allclose(a[name], b[name], rtol=_RTOL, atol=_ATOL, equal_nan=True)
         for name in a

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from doll.errors import DollError
 from doll.ps.engine.events import EngineSnapshot
 from doll.ps.event_log import read_log, replay
-from doll.storage.checkpoints import Checkpoint, decode_checkpoint
+from doll.storage.checkpoints import Checkpoint, checksum_of, decode_checkpoint
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -42,7 +38,7 @@ class _Replayed:
     """The checksums of the versions that a replay makes, by term and version."""
 
     def __init__(self) -> None:
-        self.tensors: dict[tuple[int, int], bytes] = {}
+        self.tensors: dict[tuple[int, int], str] = {}
         self.states: dict[tuple[int, int], bytes] = {}
 
     def run(self, config: JobConfig, path: Path, term: int) -> None:
@@ -53,7 +49,7 @@ class _Replayed:
         """
 
         def note(version: int, parts: ModelParts) -> None:
-            self.tensors[term, version] = _checksum(parts.tensors())
+            self.tensors[term, version] = checksum_of(parts.tensors())
 
         for checkpoint in replay(config, path, on_update=note):
             self.states[term, checkpoint.version] = checkpoint.state
@@ -98,7 +94,7 @@ def _differences(checkpoint: Checkpoint, replayed: _Replayed) -> list[str]:
     if key not in replayed.tensors:
         return [f"the replay does not make {name}, which is in a checkpoint"]
     differences = []
-    if replayed.tensors[key] != _checksum(checkpoint.tensors):
+    if replayed.tensors[key] != checksum_of(checkpoint.tensors):
         differences.append(f"the tensors of {name} differ")
     if key in replayed.states and not _is_same_or_later(checkpoint.state, replayed.states[key]):
         differences.append(f"the engine's state of {name} differs")
@@ -117,11 +113,3 @@ def _is_same_or_later(stored: bytes, ordered: bytes) -> bool:
         processes=theirs.processes, incarnations=theirs.incarnations, restarts=theirs.restarts,
     )  # fmt: skip
     return later == theirs and theirs.elapsed_s > ours.elapsed_s
-
-
-def _checksum(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    checksum = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        checksum.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        checksum.update(np.ascontiguousarray(tensor).data)
-    return checksum.digest()
