@@ -87,11 +87,16 @@ def dashboard(
         Path | None,
         typer.Option(help="File with the secret that users must enter to open the page."),
     ] = None,
+    read_token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with another such secret, for those who may not ask the model server for answers."),
+    ] = None,
     model_server: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Also show the model server (doll serve) at this address; its token is read from DOLL_SERVE_TOKEN.",
+            help="Also show the model server (doll serve) at this address; its token is in DOLL_SERVE_READ_TOKEN or "
+            "DOLL_SERVE_TOKEN.",
         ),
     ] = None,
     run_folder: RunFolderOption = None,
@@ -108,23 +113,25 @@ def dashboard(
     from doll.credentials import secret
     from doll.dashboard.model_server import metrics_of
     from doll.dashboard.runs_folder import is_runs_folder
-    from doll.process.connections import TOKEN_ENV
-    from doll.process.http_access import address_of, listen, read_token
+    from doll.process.connections import READ_TOKEN_ENV, TOKEN_ENV
+    from doll.process.http_access import address_of, listen, read_tokens
     from doll.run.page import serve_runs, serve_target
 
-    token = "" if token_file is None else read_token(token_file)
-    metrics = None if model_server is None else metrics_of(model_server, secret(TOKEN_ENV) or "")
+    tokens = read_tokens(token_file, read_token_file)
+    metrics = None
+    if model_server is not None:
+        metrics = metrics_of(model_server, secret(READ_TOKEN_ENV) or secret(TOKEN_ENV) or "")
     target = None if job.job is not None and is_runs_folder(job.job) else job.target(run_folder)
-    with listen(host, port, token) as listener:
-        note = " (it asks for the token)" if token else ""
+    with listen(host, port, tokens) as listener:
+        note = " (it asks for the token)" if tokens else ""
 
         def say(text: str) -> None:
             output.say(f"{text}: {address_of(listener)}{note}")
 
         if target is not None:
-            serve_target(target, listener, token, say, metrics)
+            serve_target(target, listener, tokens, say, metrics)
         elif job.job is not None:
-            serve_runs(job.job, listener, token, say)
+            serve_runs(job.job, listener, tokens, say)
 
 
 # The roles of `doll.kafka.permissions.Role`, as values of an option.

@@ -81,6 +81,12 @@ def serve(
         Path | None,
         typer.Option(help="File with the token that requests must have [default: the token in DOLL_SERVE_TOKEN]."),
     ] = None,
+    read_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with a token for metadata and metrics only [default: the token in DOLL_SERVE_READ_TOKEN]."
+        ),
+    ] = None,
     page_port: Annotated[
         int | None,
         typer.Option(
@@ -119,6 +125,7 @@ def serve(
         time_limit_s=10.0 if timeout_s is None else timeout_s,
         keep_alive_s=75.0 if keep_alive_s is None else keep_alive_s, log_topic=log_answers,
         log_records=log_records, shadow="" if shadow is None else _plain(shadow), token_file=token_file,
+        read_token_file=read_token_file,
         split_by=split_by,
     )  # fmt: skip
     served = ServedJob(target.config, target.run.path, lambda: _services(target), lambda: _has_ended(target))

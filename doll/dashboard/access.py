@@ -10,7 +10,7 @@ from typing import Final
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from doll.process.http_access import host_name, is_loopback, is_token
+from doll.process.http_access import NO_TOKENS, Right, Tokens, bearer, host_name, is_loopback
 
 LOGIN: Final = "/login"
 COOKIE: Final = "doll_page"
@@ -38,16 +38,17 @@ class Access:
     """An ASGI application that wraps another one and forwards only requests of allowed readers.
 
     Args:
-        token: token that readers must have. "": no token, but the `Host` must be a name of the loopback interface.
+        tokens: tokens that readers may have. None: no token, but the `Host` must be a name of the loopback interface.
+            Nothing on a page acts, so both tokens allow the same.
     """
 
-    def __init__(self, app: ASGIApp, token: str = "") -> None:
-        self._app = app
-        self._token = token
+    def __init__(self, app: ASGIApp, tokens: Tokens = NO_TOKENS) -> None:
+        self.app = app
+        self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
 
         async def send_with_headers(message: Message) -> None:
@@ -57,7 +58,7 @@ class Access:
                     message["headers"].append((b"cache-control", b"no-store"))
             await send(message)
 
-        await (self._refusal(scope) or self._app)(scope, receive, send_with_headers)
+        await (self._refusal(scope) or self.app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Return the answer to a request that is refused; None if the request is allowed."""
@@ -65,23 +66,22 @@ class Access:
         path, method = scope["path"], scope["method"]
         if method not in ("GET", "HEAD") and (path, method) != (LOGIN, "POST"):
             return PlainTextResponse("this page only answers: expected GET\n", 405, {"Allow": "GET, HEAD"})
-        if not self._token:
+        if not self._tokens:
             name = host_name(headers.get(b"host", ""))
             if not is_loopback(name):
                 return PlainTextResponse(f"expected localhost or 127.0.0.1 as Host, got {name[:100]!r}\n", 421)
-        elif path not in _OPEN and not self._knows_token(headers):
+        elif path not in _OPEN and not self._may_read(headers):
             if path == "/":
                 return RedirectResponse(LOGIN, 303)
             text = "expected the token of this page: Authorization: Bearer TOKEN, or log in at /login\n"
             return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
         return None
 
-    def _knows_token(self, headers: dict[bytes, str]) -> bool:
-        scheme, _, given = headers.get(b"authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and is_token(given.strip(), self._token):
+    def _may_read(self, headers: dict[bytes, str]) -> bool:
+        if self._tokens.right_of(bearer(headers.get(b"authorization", ""))) >= Right.READ:
             return True
         try:
             cookie = SimpleCookie(headers.get(b"cookie", "")).get(COOKIE)
         except CookieError:
             return False
-        return cookie is not None and is_token(cookie.value, cookie_of(self._token))
+        return cookie is not None and self._tokens.right_of(cookie.value, cookie_of) >= Right.READ

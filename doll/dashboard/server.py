@@ -36,7 +36,7 @@ from doll.errors import DollError
 from doll.monitor.views.page import page, visible
 from doll.monitor.views.page_details import KINDS, Detail, detail
 from doll.process.connections import IDLE_S, BoundedProtocol, BoundedServer
-from doll.process.http_access import is_token
+from doll.process.http_access import NO_TOKENS, Right, Tokens
 from doll.process.platform import lower_priority
 from doll.records.bounded import short
 
@@ -242,15 +242,17 @@ def _job_routes(prefix: str, page_of: Callable[[Request], Awaitable[JobPage | No
     ]
 
 
-def _application(shown: JobPage | RunsPage, token: str) -> Access:
+def application(shown: JobPage | RunsPage, tokens: Tokens = NO_TOKENS) -> Access:
+    """Return the web application of a page."""
+
     async def log_in(request: Request) -> Response:
         if request.method != "POST":
             return _files()["login.html"]
         given = await _form_token(request)
-        if not token or not is_token(given, token):
+        if not tokens or tokens.right_of(given) < Right.READ:
             return PlainTextResponse("this is not the token of this page\n", 401)
         answer = RedirectResponse("/", 303)
-        answer.set_cookie(COOKIE, cookie_of(token), httponly=True, samesite="strict")
+        answer.set_cookie(COOKIE, cookie_of(given), httponly=True, samesite="strict")
         return answer
 
     @asynccontextmanager
@@ -262,7 +264,7 @@ def _application(shown: JobPage | RunsPage, token: str) -> Access:
             await task
 
     routes = [Route(LOGIN, log_in, methods=["GET", "POST"]), *shown.routes()]
-    return Access(Starlette(routes=routes, lifespan=lifespan), token)
+    return Access(Starlette(routes=routes, lifespan=lifespan), tokens)
 
 
 async def _form_token(request: Request) -> str:
@@ -317,14 +319,14 @@ class PageServer(BoundedServer):
     """The server of a page. It closes idle connections, as the model server does.
 
     Args:
-        token: token that readers must have; "": everyone who can reach the loopback interface may read.
+        tokens: tokens that readers may have; none: everyone who can reach the loopback interface may read.
     """
 
-    def __init__(self, shown: JobPage | RunsPage, *, token: str = "") -> None:
+    def __init__(self, shown: JobPage | RunsPage, *, tokens: Tokens = NO_TOKENS) -> None:
         self._shown = shown
         super().__init__(
             uvicorn.Config(
-                _application(shown, token), http=PageProtocol, log_config=None, access_log=False, server_header=False,
+                application(shown, tokens), http=PageProtocol, log_config=None, access_log=False, server_header=False,
                 lifespan="on", ws="none", proxy_headers=False, backlog=_BACKLOG, timeout_graceful_shutdown=_GRACE_S,
                 timeout_keep_alive=int(IDLE_S),
             )
@@ -342,10 +344,10 @@ class PageServer(BoundedServer):
         await super().shutdown(sockets)
 
 
-def serve_page(shown: JobPage | RunsPage, listener: socket.socket, *, token: str = "") -> None:
+def serve_page(shown: JobPage | RunsPage, listener: socket.socket, *, tokens: Tokens = NO_TOKENS) -> None:
     """Serve a page at a socket until SIGTERM or SIGINT, at a low priority. Must be called in the main thread."""
     lower_priority()
-    server = PageServer(shown, token=token)
+    server = PageServer(shown, tokens=tokens)
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         server.run(sockets=[listener])

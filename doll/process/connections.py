@@ -16,9 +16,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from doll.credentials import secret
 from doll.errors import ConfigError
-from doll.process.http_access import checked_token, read_token
+from doll.process.http_access import NO_TOKENS, Tokens, checked_token, distinct, read_token
 
 TOKEN_ENV: Final = "DOLL_SERVE_TOKEN"
+READ_TOKEN_ENV: Final = "DOLL_SERVE_READ_TOKEN"
 CERT_ENV: Final = "DOLL_SERVE_CERT"
 KEY_ENV: Final = "DOLL_SERVE_KEY"
 CLIENT_CA_ENV: Final = "DOLL_SERVE_CLIENT_CA"
@@ -37,19 +38,15 @@ _OTHER_FILES: Final = 256  # files that a process has open in addition to connec
 class ServerAccess(NamedTuple):
     """The clients that may send requests to a server."""
 
-    token: str = ""  # token that a request must have; "": no token is required
+    tokens: Tokens = NO_TOKENS
     by_certificate: bool = False  # clients must have certificates
     tls: Mapping[str, Any] = {}  # settings of uvicorn; empty: connections are not encrypted
 
 
-def find_access(token_file: Path | None = None) -> ServerAccess:
-    """Return the access settings of the environment; a `token_file` replaces the token of the environment. Raise
-    ConfigError if a file cannot be used, or the token is not a secret."""
-    token = secret(TOKEN_ENV) or ""
-    if token_file is not None:
-        token = read_token(token_file)
-    elif token:
-        token = checked_token(token, TOKEN_ENV)
+def find_access(token_file: Path | None = None, read_token_file: Path | None = None) -> ServerAccess:
+    """Return the access settings of the environment; a file replaces a token of the environment. Raise ConfigError if a
+    file cannot be used, or a token is not a secret."""
+    tokens = distinct(Tokens(_token(TOKEN_ENV, token_file), _token(READ_TOKEN_ENV, read_token_file)))
     cert, key, ca = (os.environ.get(name) or None for name in (CERT_ENV, KEY_ENV, CLIENT_CA_ENV))
     if cert is None and (key or ca):
         raise ConfigError(f"{CERT_ENV}: expected a PEM file with the server's certificate, got none")
@@ -58,7 +55,14 @@ def find_access(token_file: Path | None = None) -> ServerAccess:
         tls |= {"ssl_ca_certs": ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
     if cert is not None:
         _try_files(cert, key, ca)
-    return ServerAccess(token, ca is not None, tls)
+    return ServerAccess(tokens, ca is not None, tls)
+
+
+def _token(name: str, path: Path | None) -> str:
+    if path is not None:
+        return read_token(path)
+    token = secret(name) or ""
+    return checked_token(token, name) if token else ""
 
 
 def _try_files(cert: str, key: str | None, ca: str | None) -> None:

@@ -12,6 +12,9 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +25,54 @@ LOOPBACK: Final = "127.0.0.1"
 MIN_TOKEN_CHARS: Final = 16
 _MAX_TOKEN_BYTES: Final = 1_000
 _BACKLOG: Final = 1_024
+
+
+class Right(IntEnum):
+    """The right that an endpoint needs. It includes the ones above it."""
+
+    OPEN = 0  # nothing: the log-in, and probes of a load balancer
+    READ = 1  # read what the server shows
+    ACT = 2  # ask for answers of a model, which are computed and logged
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The token with all rights, and that of those who may only read; "": nobody has it. Both: everyone may act."""
+
+    act: str = field(default="", repr=False)
+    read: str = field(default="", repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.act or self.read)
+
+    def right_of(self, given: str, of: Callable[[str], str] = str) -> Right:
+        """Return the right of the client that has sent `given`, which is `of` its token. Both tokens are compared, so
+        that the time does not depend on them."""
+        if not self:
+            return Right.ACT
+        may_act, may_read = (bool(token) & is_token(given, of(token)) for token in (self.act, self.read))
+        return Right.ACT if may_act else Right.READ if may_read else Right.OPEN
+
+
+NO_TOKENS: Final = Tokens()
+
+
+def read_tokens(act: Path | None, read: Path | None) -> Tokens:
+    """Return the tokens in these files, as `read_token` reads them. Raise ConfigError also if both are equal."""
+    return distinct(Tokens(*("" if path is None else read_token(path) for path in (act, read))))
+
+
+def distinct(tokens: Tokens) -> Tokens:
+    """Return `tokens`. Raise ConfigError if one text is the token for both rights."""
+    if tokens.act and tokens.act == tokens.read:
+        raise ConfigError("expected another token for reading than for acting, got the same text twice")
+    return tokens
+
+
+def bearer(header: str) -> str:
+    """Return the token in an `Authorization` header; "" if it has none."""
+    scheme, _, given = header.partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
 
 
 def is_loopback(host: str) -> bool:
@@ -84,10 +135,10 @@ def is_token(given: str, token: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
 
 
-def listen(host: str, port: int, token: str, *, by_certificate: bool = False) -> socket.socket:
+def listen(host: str, port: int, tokens: Tokens = NO_TOKENS, *, by_certificate: bool = False) -> socket.socket:
     """Return a socket that listens at `host`; `port` 0 selects a free port. Raise ConfigError if the address cannot be
     used, or if other machines could reach a server without a token (`by_certificate`: without client certificates)."""
-    if not (token or by_certificate or is_loopback(host)):
+    if not (tokens or by_certificate or is_loopback(host)):
         raise ConfigError(
             f"--host {host}: other machines would reach this server, so expected --token-file FILE with a secret; or "
             f"leave --host out, and use a tunnel: ssh -L {port or 8080}:{LOOPBACK}:{port or 8080} THIS-MACHINE"

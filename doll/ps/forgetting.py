@@ -70,13 +70,17 @@ def save_without(
 def without(
     newest: EngineSnapshot, forgot: Sequence[Spans], num_samples: int, *, term: int, records_per_batch: int, policy: str
 ) -> EngineSnapshot:
-    """Return the state of the version after `newest` without some of its records, in a new grid. Pure."""
+    """Return the state of the version after `newest` without some of its records, in a new grid. Pure.
+
+    Refused records remain counted, but without their reasons: a task's reason may quote the record.
+    """
     state = rolled_back(newest, newest, records_per_batch, policy, term=term, skip=False)
     removed = msgspec.structs.replace(state.rollbacks[-1], forgot=tuple(tuple(spans) for spans in forgot))
     return msgspec.structs.replace(
         state,
         samples_total=newest.samples_total - num_samples,
         rollbacks=(*state.rollbacks[:-1], removed),
+        refusals=newest.refusals.without_reasons(),
         reached=newest.reached,
         raised_until=newest.raised_until,
     )

@@ -64,6 +64,13 @@ class RefusalState(msgspec.Struct, frozen=True, kw_only=True):
     window: tuple[tuple[int, int], ...] = ()  # (records, refused records) of each bucket, the oldest first
     skipped: tuple[tuple[str, int], ...] = ()
 
+    def without_reasons(self) -> RefusalState:
+        """Return the state with the same numbers and no text of a reason, which can quote a record."""
+        reasons, skipped = (
+            ((OTHER, sum(number for _, number in counts)),) if counts else () for counts in (self.reasons, self.skipped)
+        )
+        return msgspec.structs.replace(self, reasons=reasons, skipped=skipped)
+
 
 class Refusals:
     """The refused records among the records that a job has applied.

@@ -15,7 +15,7 @@ from doll.dashboard.runs_folder import RunsFolder
 from doll.dashboard.server import JobPage, PageServer, RunsPage, serve_page
 from doll.dashboard.sources import EndedRun, JobSource, RunningJob
 from doll.errors import DollError, ServiceUnavailableError
-from doll.process.http_access import LOOPBACK, address_of, listen
+from doll.process.http_access import LOOPBACK, Tokens, address_of, listen
 from doll.run.folder import RunFolder, display_path
 from doll.run.status import reachable_kafka
 from doll.run.target import Target
@@ -27,7 +27,7 @@ ReadMetrics = Callable[[], str]
 
 
 def serve_target(
-    target: Target, listener: socket.socket, token: str, say: Say, metrics: ReadMetrics | None = None
+    target: Target, listener: socket.socket, tokens: Tokens, say: Say, metrics: ReadMetrics | None = None
 ) -> None:  # fmt: skip
     """Serve the page of a job or a run at a socket until SIGTERM or SIGINT.
 
@@ -41,17 +41,17 @@ def serve_target(
     """
     with _opened(target, metrics) as (source, what):
         say(what)
-        serve_page(JobPage(source), listener, token=token)
+        serve_page(JobPage(source), listener, tokens=tokens)
 
 
-def serve_runs(folder: Path, listener: socket.socket, token: str, say: Say) -> None:
+def serve_runs(folder: Path, listener: socket.socket, tokens: Tokens, say: Say) -> None:
     """Serve the page of the runs in a folder, side by side, until SIGTERM or SIGINT.
 
     Args:
         say: see `serve_target`.
     """
     say(f"page of the runs in {display_path(folder.resolve())}")
-    serve_page(RunsPage(RunsFolder(folder.resolve())), listener, token=token)
+    serve_page(RunsPage(RunsFolder(folder.resolve())), listener, tokens=tokens)
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def page_beside(target: Target, port: int, metrics: ReadMetrics, say: Say) -> It
 
     If the page cannot be shown, the reason is printed, and the model server still works.
     """
-    with listen(LOOPBACK, port, token="") as listener, contextlib.ExitStack() as opened:
+    with listen(LOOPBACK, port) as listener, contextlib.ExitStack() as opened:
         try:
             source, what = opened.enter_context(_opened(target, metrics))
         except DollError as error:

@@ -29,7 +29,7 @@ from starlette.types import Receive, Scope, Send
 import doll
 from doll.errors import RetryLater, SampleError, SkipRecord
 from doll.process.connections import ServerAccess
-from doll.process.http_access import host_name, is_loopback, is_of_a_foreign_page, is_token
+from doll.process.http_access import Right, bearer, host_name, is_loopback, is_of_a_foreign_page
 from doll.records.bounded import MalformedError, short
 from doll.serving.answer_log import AnswerLog
 from doll.serving.batcher import Batcher, QueueFullError
@@ -125,16 +125,19 @@ class ServeApp:
         self._rng = np.random.default_rng()
         self._held_bytes = 0  # bytes of the bodies of all requests
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
-        self._routes = [
+        act = [
             *(Route(f"{path}/infer", self._infer, methods=["POST"]) for path in (model, version)),
             Route("/predict", self._predict, methods=["POST"]),
+        ]
+        read = [
             *(Route(f"{path}/ready", self._model_ready) for path in (model, version)),
             *(Route(path, self._model_metadata) for path in (model, version)),
-            Route("/v2/health/live", self._live),
-            Route("/v2/health/ready", self._ready),
             Route("/v2", self._server_metadata),
             Route("/metrics", self._page),
         ]
+        # A load balancer has no token.
+        health = [Route("/v2/health/live", self._live), Route("/v2/health/ready", self._ready)]
+        self.routes = {Right.ACT: act, Right.READ: read, Right.OPEN: health}
         self._route = lru_cache(_PATHS)(self._found)  # clients request the same few paths repeatedly
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,7 +146,9 @@ class ServeApp:
         request = ServeRequest(scope, receive)
         try:
             self._refuse_strangers(request)
-            endpoint, scope["path_params"] = self._route(scope["method"], scope["path"])
+            needed, endpoint, scope["path_params"] = self._route(scope["method"], scope["path"])
+            if self._access.tokens and needed is Right.ACT and self._right_of(request) < Right.ACT:
+                raise RequestError(403, "this token may only read: expected the token with which answers are asked for")
             reply = await endpoint(request)
         except ClientDisconnect:  # or the connection was closed because the body was late
             self._metrics.answered(408, time.perf_counter() - started_s)
@@ -157,23 +162,22 @@ class ServeApp:
         if request.after is not None:
             request.after()
 
-    def _found(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]]:
-        """Return the endpoint for a request, and the parameters in its path."""
+    def _found(self, method: str, path: str) -> tuple[Right, Endpoint, Mapping[str, str]]:
+        """Return the endpoint for a request with the right that it needs, and the parameters in its path."""
         scope = {"type": "http", "method": method, "path": path, "root_path": ""}
-        matches = [(route, *route.matches(scope)) for route in self._routes]
-        for route, match, child in matches:
+        matches = [(right, route, *route.matches(scope)) for right, routes in self.routes.items() for route in routes]
+        for right, route, match, child in matches:
             if match is Match.FULL:
-                return route.endpoint, child["path_params"]
-        if any(match is Match.PARTIAL for _, match, _ in matches):
+                return right, route.endpoint, child["path_params"]
+        if any(match is Match.PARTIAL for _, _, match, _ in matches):
             raise RequestError(405, f"Method Not Allowed: {method} {path:.200}")
         raise RequestError(404, f"Not Found: {method} {path:.200}")
 
     def _refuse_strangers(self, request: ServeRequest) -> None:
-        if self._access.token:
+        if self._access.tokens:
             if request.scope["path"].startswith(_HEALTH):
                 return
-            scheme, _, given = request.header(b"authorization").partition(" ")
-            if scheme.lower() != "bearer" or not is_token(given.strip(), self._access.token):
+            if self._right_of(request) < Right.READ:
                 reason = "expected the header Authorization: Bearer TOKEN"
                 raise RequestError(401, reason, {"WWW-Authenticate": "Bearer"})
             return
@@ -185,6 +189,9 @@ class ServeApp:
             raise RequestError(
                 403, "expected a request of a program, got one of a web site: a page has to ask its own server"
             )
+
+    def _right_of(self, request: ServeRequest) -> Right:
+        return self._access.tokens.right_of(bearer(request.header(b"authorization")))
 
     # --- answers
 

@@ -89,7 +89,8 @@ class ServeOptions:
         log_topic: topic for the answers; "": answers are not logged.
         log_records: log each record of a request with its answer.
         split_by: header that decides which version answers; "": each request is drawn.
-        token_file: file with the token that requests must have. None: the token of the environment, if it has one.
+        token_file: file with the token for all requests. None: the token of the environment, if it has one.
+        read_token_file: file with the token of those who may read metadata and metrics; None: as above.
     """
 
     wanted: dict[str, float]
@@ -109,6 +110,7 @@ class ServeOptions:
     log_topic: str = ""
     log_records: bool = False
     token_file: Path | None = None
+    read_token_file: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,8 @@ def run_serve(
         ConfigError: the task or the address cannot be used, the server would be open to other machines without access
             control, or this platform cannot run several processes.
     """
-    access = find_access(options.token_file)
-    if not (access.token or access.by_certificate or is_loopback(options.host)):
+    access = find_access(options.token_file, options.read_token_file)
+    if not (access.tokens or access.by_certificate or is_loopback(options.host)):
         raise ConfigError(
             f"--host {options.host}: other machines would reach this server, so expected a token ({TOKEN_ENV}, or "
             f"--token-file FILE), or certificates of clients ({CLIENT_CA_ENV} with {CERT_ENV} and {KEY_ENV})"
@@ -155,7 +157,7 @@ def run_serve(
     metrics = ServeMetrics(job.config.job, options.processes)
     with (
         _shadow_process(job, options, metrics) as shadow_path,
-        listen(options.host, options.port, access.token, by_certificate=access.by_certificate) as listener,
+        listen(options.host, options.port, access.tokens, by_certificate=access.by_certificate) as listener,
         heartbeat_of("serve", job.config) as heartbeat,
     ):
         address = address_of(listener)

@@ -41,7 +41,9 @@ def test_records_are_removed_through_three_kills_and_stay_removed(
     assert counts_of(run).rollbacks[-1].forgot == (((20, 28),), ((40, 41),))
 
     again = commands.doll("forget", run, *PLACES, **env)
-    assert "has learned none of these records: nothing is changed\n  9 more of these" in again.stdout, again.stderr
+    assert "has learned none of these records: the model is not changed\n  9 more of these" in again.stdout, (
+        again.stderr
+    )
     versions = [version for _, version in open_store(open_target(run, []).config, run).versions()]
     refused = commands.doll("rollback", run, "--to", str(versions[1]), "--skip", **env)
     assert refused.exit_code == 2

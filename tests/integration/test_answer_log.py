@@ -154,6 +154,64 @@ def test_a_shadow_computes_each_request_after_its_user_has_the_answer(
     assert [records["second", version]["probability"] for version in (1, 2)] == [1.0, 0.0]
 
 
+def test_a_shadow_is_replaced_while_requests_come(tmp_path: Path, broker: LocalKafka, topic: str) -> None:
+    """No user notices it, each request is counted once, and each answer of the shadow is that of the version that it
+    names: the weights of two versions are never mixed."""
+    versions, least, num_users = range(2, 8), 20, 4
+    with ServingRig(tmp_path, wanted={"1": 100.0}, shadow="next", log_topic=topic) as rig:
+        rig.services = dataclasses.replace(rig.services, kafka=broker.address)
+        rig.save(1)
+        rig.store.change_marks(lambda marks: marks.with_alias("next", 1).with_pin(1))
+        rig.start()
+        answers: list[tuple[int, str, Any]] = []
+        end = threading.Event()
+
+        def use(user: int) -> None:
+            number = 100  # 13 is a number that the model refuses
+            while not end.is_set():
+                number += 1
+                status, answer = rig.infer([[user, number]], id=f"{user}-{number}")
+                answers.append((status, answer.get("model_version", answer), f"{user}-{number}"))
+
+        with ThreadPoolExecutor(num_users) as pool:
+            users = [pool.submit(use, user) for user in range(num_users)]
+            try:
+                for version in versions:
+                    before = counted(rig, "shadow_answers")
+                    swaps = counted(rig, "swaps")
+                    rig.save(version)
+                    rig.store.change_marks(lambda marks, version=version: marks.with_alias("next", version))
+                    until(lambda swaps=swaps: counted(rig, "swaps") > swaps, "the new version of the shadow")
+                    until(lambda before=before: counted(rig, "shadow_answers") >= before + least, "answers of it")
+            finally:
+                end.set()
+                for user in users:
+                    user.result()
+        assert [answer for answer in answers if answer[:2] != (200, "1")] == []
+        asked = {key for _, _, key in answers}
+
+        def shadow_counts() -> tuple[int, int]:
+            return counted(rig, "shadow_answers"), counted(rig, "skipped_shadow_answers")
+
+        until(lambda: sum(shadow_counts()) >= len(asked), "the count of each request")
+        answered, skipped = shadow_counts()
+        assert answered + skipped == len(asked), "each is counted once"
+        until(lambda: counted(rig, "logged_answers") >= len(asked) + answered, "all to be logged")
+    of_users, of_shadow = list[str](), dict[str, int]()
+    for key, record in logged(broker.address, topic):
+        x = [*map(float, key.split("-"))]
+        assert record["answer"] == {"output": [output_of(record["version"], [x])]}, record
+        if record["probability"]:
+            of_users.append(key)
+            assert record["version"] == 1
+        else:
+            assert key not in of_shadow
+            of_shadow[key] = record["version"]
+    assert sorted(of_users) == sorted(asked)
+    assert len(of_shadow) == answered
+    assert set(of_shadow.values()) >= set(versions), "each version has answered"
+
+
 def test_requests_go_on_while_kafka_is_away_and_what_is_not_logged_is_counted(
     rig: ServingRig, topic: str, broker: LocalKafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from doll.monitor.state.folder_logs import save_updates
 from doll.monitor.state.watched_job import KeptVersions, PageState, WatchedJob
 from doll.monitor.views.run_report import RunOutcome, build_report
 from doll.process.files import write_json
-from doll.process.http_access import LOOPBACK, listen
+from doll.process.http_access import LOOPBACK, NO_TOKENS, Tokens, listen
 from doll.records.control import (
     DeadLetter,
     Limit,
@@ -295,11 +295,11 @@ def leave_run(made_up: MadeUpJob, folder: Path, **outcome: Any) -> None:
 
 
 @contextmanager
-def served(source: JobSource | RunsFolder, *, token: str = "", every_s: float = 0.1) -> Iterator[int]:
+def served(source: JobSource | RunsFolder, *, tokens: Tokens = NO_TOKENS, every_s: float = 0.1) -> Iterator[int]:
     """The page of a job, or of runs, on a real server within the context; its port."""
     shown = RunsPage(source, every_s) if isinstance(source, RunsFolder) else JobPage(source, every_s)
-    with listen(LOOPBACK, 0, token) as listener:
-        server = PageServer(shown, token=token)
+    with listen(LOOPBACK, 0, tokens) as listener:
+        server = PageServer(shown, tokens=tokens)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

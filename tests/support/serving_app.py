@@ -42,7 +42,7 @@ class CalledApp:
         copies.load(lanes[0], StoredWeights(1, weights, 1, "", {}, {}))
         batcher = Batcher(predictor.answer, Here(), max_samples=64, max_waiting=10, time_limit_s=600.0)
         self.metrics = ServeMetrics("m", 1)
-        self._app = ServeApp(
+        self.app = ServeApp(
             task, signature, lanes, batcher, self.metrics, name="m", newest_samples=lambda: -1,
             max_body_bytes=1_000_000, time_limit_s=600.0, access=access or ServerAccess(),
         )  # fmt: skip
@@ -66,5 +66,5 @@ class CalledApp:
 
         named = {"host": "localhost", **(headers or {})}
         pairs = [(name.lower().encode(), value.encode()) for name, value in named.items()]
-        await self._app({"type": "http", "method": "POST", "path": path, "headers": pairs}, receive, send)
+        await self.app({"type": "http", "method": "POST", "path": path, "headers": pairs}, receive, send)
         return sent[0]["status"], sent[1]["body"], received

@@ -120,7 +120,7 @@ class ServingRig:
 
     def begin(self) -> None:
         """Serve."""
-        listener = listen(LOOPBACK, 0, "")
+        listener = listen(LOOPBACK, 0)
         self._listeners.append(listener)
         self.port = listener.getsockname()[1]
         job = ServedJob(self.config, self.run_folder, lambda: self.services, lambda: self.has_ended)

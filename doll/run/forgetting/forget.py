@@ -32,7 +32,8 @@ from doll.ps.checkpointing import decode_snapshot
 from doll.ps.forgetting import save_without
 from doll.records.control import Update
 from doll.records.rollbacks import forgotten, is_left
-from doll.run.folder import display_path
+from doll.run.folder import RunFolder, display_path
+from doll.run.forgetting import still_held
 from doll.run.forgetting.recomputation import Recomputation, obstacle
 from doll.run.forgetting.selection import Found, SampleReader, Selection, find
 from doll.run.local.regrid import stopped_job
@@ -91,7 +92,7 @@ class Certificate:
 
     def text(self) -> str:
         if not self.records:
-            lines = [f"version {self.before} of {self.job} has learned none of these records: nothing is changed"]
+            lines = [f"version {self.before} of {self.job} has learned none of these records: the model is not changed"]
         elif self.version < 0:
             lines = [
                 f"version {self.before} of {self.job} has learned {self.records} of these records: "
@@ -206,7 +207,9 @@ class _Run:
             "keys": len(selection.keys), "field": selection.field, "later": _num(chosen.later), "others": chosen.others,
         }  # fmt: skip
         if not chosen.learned:
-            return Certificate(**facts)
+            if not (chosen.others or chosen.later):  # perhaps a mistake in a key: --purge deletes nothing
+                return Certificate(**facts)
+            return Certificate(**facts, still_held=self._held(target.run, newest, purge=purge and not dry_run))
         plan = self._planned(chosen)
         facts |= {"begun_with": plan.version, "updates": plan.updates}
         if dry_run:
@@ -223,13 +226,20 @@ class _Run:
         facts |= {
             "version": saved.version, "samples": samples, "sha256_before": checksum_of(newest.tensors),
             "sha256": checksum_of(saved.tensors),
-            "still_held": tuple(self._held_by(target, saved.version, purge=purge)),
+            "still_held": self._held(target.run, saved, purge=purge),
         }  # fmt: skip
         path = target.run.path / FOLDER / f"version-{saved.version}.json"
         certificate = Certificate(**facts, path=display_path(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, certificate.to_dict())
         return certificate
+
+    def _held(self, run: RunFolder, newest: Checkpoint, *, purge: bool) -> tuple[str, ...]:
+        """Return what still holds the records. `purge`: first delete what DOLL can."""
+        key = newest.term, newest.version
+        if purge:
+            still_held.purge(run, self._store, key)
+        return tuple(still_held.still_held(self._config, run, self._store, key, self._updates_reader))
 
     def _updates(self) -> Iterator[Update]:
         return iter(durable_updates(self._config, self._updates_reader, self._newest))
@@ -358,38 +368,6 @@ class _Run:
         return (
             f"{span}, were computed again: equal to the job's up to rounding, as on another kind of processor or device"
         )
-
-    def _held_by(self, target: Target, version: int, *, purge: bool) -> Iterator[str]:
-        """Yield what still holds the records or what was learned from them. `purge`: first delete what DOLL can."""
-        config, store = self._config, self._store
-        older = [key for key in store.versions() if key[1] < version]
-        logs = sorted((target.run.path / "events").glob("*.log"))
-        if purge and older:
-            store.change_marks(lambda marks: marks.only({version}))
-            store.delete(older)
-            older = [key for key in store.versions() if key[1] < version]
-        if purge:
-            for path in logs:
-                path.unlink()
-            logs = []
-        topic = config.topic("samples")
-        owner = "its owner must delete them" if config.data.topic is not None else "Kafka deletes them by its retention"
-        yield f"topic {topic}: the records themselves; {owner}"
-        yield (
-            "the model, if doll up --fresh or a new job begins at the start of the topic: it learns again what is not "
-            "deleted there"
-        )
-        if older:
-            numbers = ", ".join(str(number) for _, number in older[:8])
-            yield f"{len(older)} earlier versions ({numbers}{', ...' if len(older) > 8 else ''}): --purge deletes them"
-        if aliases := [f"{name} ({at})" for name, at in store.read_marks().aliases.items() if at < version]:
-            yield f"aliases of earlier versions: {', '.join(aliases)}; doll versions alias moves them to {version}"
-        if logs:
-            yield f"{len(logs)} event logs in {display_path(logs[0].parent)}: --purge deletes them"
-        for name in ("model", "replayed"):
-            if (path := target.run.path / name).is_dir():
-                yield f"{display_path(path)}: an earlier version; doll export writes the new one"
-        yield "backups, exported models, answer logs and model registries, which DOLL does not know"
 
 
 def _has_some(update: Update, spans: Mapping[int, Sequence[Span]]) -> bool:

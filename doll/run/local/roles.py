@@ -170,7 +170,7 @@ class JobProcess:
         from doll.process.http_access import LOOPBACK, listen
 
         job = RunningJob(self.config, self.run_folder, after_term=self.after_term)
-        with listen(LOOPBACK, port, token="") as listener, job.followed(self.services):
+        with listen(LOOPBACK, port) as listener, job.followed(self.services):
             serve_page(JobPage(job), listener)
         return 0
 

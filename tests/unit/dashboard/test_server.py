@@ -14,7 +14,7 @@ import pytest
 from doll.dashboard import server
 from doll.dashboard.access import COOKIE, cookie_of
 from doll.process import connections
-from doll.process.http_access import LOOPBACK
+from doll.process.http_access import LOOPBACK, Tokens
 from doll.records.control import Finished
 from page_feed import MadeUpJob, ask, served
 from waiting import until
@@ -40,7 +40,7 @@ def port(made_up: MadeUpJob) -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def locked_port(made_up: MadeUpJob) -> Iterator[int]:
-    with served(made_up, token=TOKEN) as port:
+    with served(made_up, tokens=Tokens(TOKEN)) as port:
         yield port
 
 

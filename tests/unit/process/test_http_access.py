@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 from doll.errors import ConfigError
-from doll.process.http_access import address_of, host_name, is_loopback, is_token, listen, read_token
+from doll.process.http_access import (
+    Right,
+    Tokens,
+    address_of,
+    host_name,
+    is_loopback,
+    is_token,
+    listen,
+    read_token,
+    read_tokens,
+)
 
 
 @pytest.mark.parametrize(
@@ -74,17 +84,38 @@ def test_tokens_are_compared_whole() -> None:
     assert not is_token("é\udcff", "0123456789abcdef")
 
 
+def test_a_token_has_a_right_and_that_to_act_includes_that_to_read() -> None:
+    both = Tokens(act="acts-0123456789ab", read="reads-0123456789a")
+    assert [both.right_of(given) for given in (both.act, both.read, "", "other")] == [
+        Right.ACT, Right.READ, Right.OPEN, Right.OPEN,
+    ]  # fmt: skip
+    assert both.right_of(both.read[::-1], lambda token: token[::-1]) is Right.READ
+    only = Tokens(read=both.read)
+    assert [only.right_of(given) for given in (both.act, both.read, "")] == [Right.OPEN, Right.READ, Right.OPEN]
+    assert Tokens().right_of("") is Right.ACT
+    assert (bool(only), bool(Tokens())) == (True, False)
+    assert both.act not in repr(both)
+    assert both.read not in repr(both)
+
+
+def test_the_same_token_for_both_rights_is_refused(tmp_path: Path) -> None:
+    file = token_file(tmp_path, "0123456789abcdef")
+    with pytest.raises(ConfigError, match="got the same text twice"):
+        read_tokens(file, file)
+    assert read_tokens(None, file) == Tokens(read="0123456789abcdef")
+
+
 def test_other_machines_need_a_token() -> None:
     with pytest.raises(ConfigError, match="other machines would reach this server, so expected --token-file"):
-        listen("0.0.0.0", 0, "")
-    with listen("0.0.0.0", 0, "0123456789abcdef") as listener:
+        listen("0.0.0.0", 0)
+    with listen("0.0.0.0", 0, Tokens(read="0123456789abcdef")) as listener:
         assert address_of(listener).startswith("http://0.0.0.0:")
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    with listen("127.0.0.1", 0, "") as listener:
+    with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         assert address_of(listener) == f"http://127.0.0.1:{port}"
         assert socket.create_connection(("127.0.0.1", port)).close() is None
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}"):
-            listen("127.0.0.1", port, "")
+            listen("127.0.0.1", port)

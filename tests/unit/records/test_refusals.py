@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from doll.config.data import BadRecordsConfig
 from doll.records.control import DeadLetter, decode, encode
-from doll.records.refusals import MAX_REASONS, OTHER, ReasonCounts, Refusals
+from doll.records.refusals import MAX_REASONS, OTHER, ReasonCounts, Refusals, RefusalState
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,6 +86,12 @@ def test_reasons_are_bounded_and_harmless_on_a_terminal() -> None:
     assert len(counts.in_order()) == MAX_REASONS + 1
     assert counts.in_order()[-1] == (OTHER, 99 - MAX_REASONS)
     assert all(reason.isprintable() for reason, _ in counts.in_order())
+
+
+def test_a_state_without_reasons_has_the_same_numbers() -> None:
+    state = RefusalState(reasons=(("user anna: no ids", 2), ("empty", 3)), window=((40, 5),), skipped=(("of anna", 4),))
+    assert state.without_reasons() == RefusalState(reasons=((OTHER, 5),), window=((40, 5),), skipped=((OTHER, 4),))
+    assert RefusalState().without_reasons() == RefusalState()
 
 
 def test_a_dead_letter_s_reason_is_one_line_of_characters_that_are_printed() -> None:

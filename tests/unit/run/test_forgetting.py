@@ -369,5 +369,5 @@ def test_the_form_of_a_certificate() -> None:
     assert "1 more of these records come after the end" in said
     assert "\n    backups\n  certificate: p" in said
     assert json.loads(json.dumps(given.to_dict()))["ranges"] == [[0, 4, 5]]
-    assert "nothing is changed" in replace(given, records=0, version=-1).text()
+    assert "the model is not changed" in replace(given, records=0, version=-1).text()
     assert "(--dry-run)" in replace(given, version=-1).text()

@@ -17,6 +17,7 @@ import pytest
 import torch
 from doll.errors import ConfigError
 from doll.process.connections import BoundedProtocol, ServerAccess, find_access
+from doll.process.http_access import Tokens
 from doll.serving.main import ServeOptions
 from doll.storage.version_marks import VersionMarks
 from doll.task.base import Task
@@ -317,7 +318,7 @@ def test_a_page_of_a_web_site_has_nothing_computed(
 
 def test_requests_of_a_web_site_are_refused_also_with_a_certificate_and_not_with_a_token() -> None:
     assert _refused(ServerAccess(by_certificate=True))
-    assert not _refused(ServerAccess(TOKEN))
+    assert not _refused(ServerAccess(Tokens(TOKEN)))
 
 
 class Nothing(Task):
@@ -355,7 +356,7 @@ def test_prometheus_counts_what_was_answered(server: ServingRig) -> None:
 
 
 def test_a_token_is_asked_for_but_not_by_health(tmp_path: Path) -> None:
-    with ServingRig(tmp_path, access=ServerAccess(TOKEN)) as rig:
+    with ServingRig(tmp_path, access=ServerAccess(Tokens(TOKEN))) as rig:
         rig.save(1)
         rig.start()
         assert rig.infer()[0] == 401
@@ -392,11 +393,16 @@ def test_what_the_environment_says_of_a_token_is_checked(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="DOLL_SERVE_TOKEN: expected a token of at least 16"):
         find_access()
     monkeypatch.setenv("DOLL_SERVE_TOKEN", TOKEN)
-    assert find_access().token == TOKEN
+    assert find_access().tokens == Tokens(TOKEN)
     file = tmp_path / "token"
     file.write_text(TOKEN[::-1])
     file.chmod(0o600)
-    assert find_access(file).token == TOKEN[::-1]
+    assert find_access(file).tokens == Tokens(TOKEN[::-1])
+    with pytest.raises(ConfigError, match="the same text twice"):
+        find_access(file, file)
+    monkeypatch.setenv("DOLL_SERVE_READ_TOKEN", "read-" + TOKEN)
+    assert find_access(file).tokens == Tokens(TOKEN[::-1], "read-" + TOKEN)
+    assert TOKEN not in repr(find_access())
 
 
 def test_what_the_environment_says_of_tls_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
