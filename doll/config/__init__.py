@@ -13,6 +13,7 @@ The module `job` defines the whole file. `training`, `tables`, `policy`, `data`,
 from doll.config.fleets import ComposeFleetConfig as ComposeFleetConfig
 from doll.config.fleets import Ec2FleetConfig as Ec2FleetConfig
 from doll.config.fleets import KubernetesFleetConfig as KubernetesFleetConfig
+from doll.config.fleets import LambdaFleetConfig as LambdaFleetConfig
 from doll.config.fleets import PodPlacement as PodPlacement
 from doll.config.fleets import ProcessesFleetConfig as ProcessesFleetConfig
 from doll.config.fleets import RayFleetConfig as RayFleetConfig

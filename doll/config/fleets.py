@@ -186,9 +186,61 @@ class RayFleetConfig(FleetSection):
         return self
 
 
+MAX_FUNCTION_S = 900  # AWS's limit of an invocation
+
+
+class LambdaFleetConfig(FleetSection):
+    """Invocations of a function on AWS Lambda as instances (docs/guide/functions.md), one per worker slot.
+
+    Before the time limit of an invocation, its successor starts, and takes the place when it is warm.
+    """
+
+    kind: Literal["lambda"]
+    function: Annotated[
+        str,
+        StringConstraints(
+            pattern=r"^(arn:aws[a-z-]*:lambda:[a-z0-9-]+:\d{12}:function:)?[A-Za-z0-9_-]{1,64}(:[A-Za-z0-9_-]{1,128})?$"
+        ),
+    ]
+    """name or ARN of the function, with a version or an alias if it has one. The image of the function has this
+    package, its extra `lambda`, and the task"""
+    region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")] | None = None
+    """region, such as us-east-1; default: the default region of boto3"""
+    memory_mb: int = Field(default=1769, ge=128, le=10_240)
+    """memory of the function, which also determines its share of a CPU: 1769 MB are one vCPU"""
+    timeout_s: int = Field(default=MAX_FUNCTION_S, ge=30, le=MAX_FUNCTION_S)
+    """time limit of an invocation, which must be that of the function"""
+    ephemeral_mb: int = Field(default=512, ge=512, le=10_240)
+    """size of /tmp in the function"""
+    start_s: PositiveFloat = Field(default=30.0, le=MAX_FUNCTION_S)
+    """time from a launch until the worker is warm, which is used until starts have been measured"""
+    start_timeout_s: PositiveFloat = 180.0
+    """an invocation that has not started after this time is given up, and its market counts as without capacity for a
+    while: the function's concurrency is used up"""
+    usd_per_gb_h: PositiveFloat = Field(default=0.06, le=1000.0)
+    """price of a GB of memory for an hour, 3600 times AWS's price of a GB-second; default: x86 in us-east-1, as known
+    in November 2026"""
+    folder: str = "/var/task"
+    """folder in the image to which relative paths of the job file refer"""
+
+    @model_validator(mode="after")
+    def _lives_long_enough(self) -> Self:
+        if self.timeout_s < 2 * self.start_s:
+            raise ValueError(
+                f"timeout_s: expected twice start_s ({self.start_s:g} s) or more, got {self.timeout_s}: the successor "
+                "of an invocation would have to start before the invocation itself is warm"
+            )
+        return self
+
+    @property
+    def usd_per_h(self) -> float:
+        """The price of an invocation that runs for an hour."""
+        return self.memory_mb / 1024 * self.usd_per_gb_h
+
+
 fleets = Variants(
     "kind",
-    ProcessesFleetConfig, ComposeFleetConfig, Ec2FleetConfig, KubernetesFleetConfig, RayFleetConfig,
+    ProcessesFleetConfig, ComposeFleetConfig, Ec2FleetConfig, KubernetesFleetConfig, RayFleetConfig, LambdaFleetConfig,
     default="processes",
 )  # fmt: skip
 

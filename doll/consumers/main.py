@@ -37,6 +37,7 @@ from doll.consumers.faust_app import DollApp, make_app, run_faust
 from doll.consumers.intake.batching import stream_buffer_records
 from doll.consumers.intake.dead_letters import DeadLetters, Decoder
 from doll.consumers.lifecycle.departure import Departure
+from doll.consumers.lifecycle.handover import wait_for_place
 from doll.consumers.lifecycle.spot_notices import watch_spot_notices
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
 from doll.consumers.pipeline.remote_stages import RemoteStages, gather
@@ -163,6 +164,7 @@ class _WorkerProcess:
                     return 0
                 self._prepare(self._stages)
                 _wait_for_boot(booted_s, self._departure)
+                wait_for_place(config, self._services, self._worker, incarnation(), gives_up=self._departure)
                 return self._join_and_work()
         finally:
             if self._stages is not None:

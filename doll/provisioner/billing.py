@@ -51,8 +51,8 @@ class BillingRule:
     def billed_s(self, seconds: float) -> float:
         """Return the seconds that are billed for an instance that existed for `seconds`."""
         if self.step_s:
-            # A tiny excess over a step is rounding of Unix times, not a started second.
-            seconds = math.ceil(seconds / self.step_s - 1e-6) * self.step_s
+            # A tiny excess over a step is rounding of Unix times, not a started step.
+            seconds = math.ceil((seconds - 1e-6) / self.step_s) * self.step_s
         return max(seconds, self.minimum_s)
 
     def is_free(self, instance: Instance) -> bool:
@@ -69,6 +69,15 @@ EC2_LINUX = BillingRule(
     free_if_interrupted_s=3600.0,
     source="Amazon EC2 User Guide, 'Billing for interrupted Spot Instances' (first hour, Linux); EC2 pricing page, "
     "per-second billing with a minimum of 60 s",
+    as_of="2026-11",
+)
+AWS_LAMBDA = BillingRule(
+    name="aws-lambda",
+    step_s=0.001,
+    minimum_s=0.0,
+    free_if_interrupted_s=0.0,
+    source="AWS Lambda pricing page: the duration from the start of the environment or of the handler to its end, "
+    "rounded up to a millisecond, times the memory of the function. The price per request, 2e-7 USD, is left out",
     as_of="2026-11",
 )
 LOCAL = BillingRule(

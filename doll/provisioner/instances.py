@@ -75,6 +75,8 @@ class InstanceTracker(KeptState):
             self._noticed_s.setdefault(instance.id, now_s)
         if instance.id in self._ends_recorded:
             return False
+        if instance.is_limited and instance.end_reason is not EndReason.FAILED:
+            return False  # its time is over as planned
         if instance.notice_s is not None or instance.end_reason is EndReason.INTERRUPTED:
             self._ends_recorded.add(instance.id)
             self.interruptions += 1
@@ -173,6 +175,6 @@ def _vanished(instance: Instance, now_s: float) -> Instance:
     if instance.ended_s is not None:
         return replace(instance, state=InstanceState.ENDED)
     if instance.notice_s is not None and instance.notice_s <= now_s:
-        return instance.ended(instance.notice_s, EndReason.INTERRUPTED)
+        return instance.ended(instance.notice_s, EndReason.LIMIT if instance.is_limited else EndReason.INTERRUPTED)
     reason = EndReason.TERMINATED if instance.state is InstanceState.ENDING else EndReason.FAILED
     return instance.ended(now_s, reason)

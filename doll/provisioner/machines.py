@@ -13,8 +13,9 @@ from pathlib import Path
 
 from doll.config import JobConfig
 from doll.errors import ConfigError
-from doll.provisioner.billing import EC2_LINUX, LOCAL, BillingRule
+from doll.provisioner.billing import AWS_LAMBDA, EC2_LINUX, LOCAL, BillingRule
 from doll.provisioner.fleets import compose
+from doll.provisioner.fleets.aws_lambda import fleet as lambda_fleet
 from doll.provisioner.fleets.ec2 import account as ec2_account
 from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
 from doll.provisioner.fleets.kubernetes import fleet as kubernetes_fleet
@@ -70,6 +71,13 @@ def _open_ec2(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
         yield Machines(fleet, prices, EC2_LINUX, placement=ec2_account.connect(config, fleet))
 
 
+@contextmanager
+def _open_lambda(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
+    with closing(lambda_fleet.connect(config)) as fleet:
+        usd_per_h = fleet.settings.usd_per_h  # functions have one market: with equal prices, spot is never chosen
+        yield Machines(fleet, StatedPrices(usd_per_h, usd_per_h), AWS_LAMBDA)
+
+
 def _at_stated_prices(connect: Callable[[JobConfig], Fleet]) -> Opener:
     """Return the opener of a fleet whose prices the job file states."""
 
@@ -94,5 +102,6 @@ OPENERS: dict[str, Opener] = {
     "compose": _at_stated_prices(compose.connect),
     "kubernetes": _at_stated_prices(kubernetes_fleet.connect),
     "ray": _at_stated_prices(ray_fleet.connect),
+    "lambda": _open_lambda,
 }
 """The openers of each `fleet.kind`, except worker processes. A new fleet adds its opener here."""

@@ -18,18 +18,26 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fast_botocore
 import kube_cluster
 import psutil
 import pytest
 import ray_cluster
+import redis
 import urllib3
-from doll.config import KubernetesFleetConfig, RayFleetConfig
+from botocore.awsrequest import AWSResponse
+from botocore.config import Config
+from botocore.exceptions import EndpointConnectionError
+from doll.config import KubernetesFleetConfig, LambdaFleetConfig, RayFleetConfig
 from doll.errors import ServiceUnavailableError
 from doll.local.forks import ForkServer
+from doll.local.redis_server import LocalRedis
 from doll.local.supervisor import RoleSpec
+from doll.provisioner.fleets.aws_lambda.fleet import LambdaFleet
 from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.errors import QUOTA_BACKOFF_S
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
@@ -41,9 +49,13 @@ from doll.provisioner.fleets.ray.actors import Actor
 from doll.provisioner.fleets.ray.fleet import NAMESPACE, RayApi, RayError, RayFleet
 from doll.provisioner.traces.market import AvailabilityInterval, MarketClock, SpotMarket
 from doll.provisioner.traces.model import constant
+from doll.services import Services
+from doll.storage.invocations import Invocation, Invocations
+from doll.storage.redis_client import connect_redis
 from fake_docker import DAEMON, stamp
 from fake_fleet import FakeFleet, VirtualClock
 from kube_nodes import Nodes, container_status
+from moto.core.botocore_stubber import MockRawResponse
 from moto_overlay import REGION, MotoMarket, client, moto_market
 from paths import SUPPORT
 from waiting import until
@@ -675,6 +687,161 @@ class RayRig(Rig):
         self.advance(0)
 
 
+class FunctionWire(Invocations):
+    """The records in a real Redis, which may not answer once."""
+
+    is_away = False
+
+    def all(self) -> list[Invocation]:
+        if self.is_away:
+            self.is_away = False
+            raise redis.ConnectionError("the test's Redis is away")
+        return super().all()
+
+
+class LambdaRig(Rig):
+    """A real Redis, boto3 and its answers, in virtual time; the function is played: what its handler would do by then.
+
+    Its limit is that of no test here, because machines of this suite live as long as a test wants."""
+
+    can = frozenset({"throttle", "lose_answer", "boot", "away", "starve", "quota", "jobs"})
+
+    def __init__(self, server: LocalRedis, **changes: Any) -> None:
+        self.clock = VirtualClock()
+        self.redis = connect_redis(Services("", server.address))
+        self.redis.flushdb()
+        self.lives_s = 1e9
+        self.changes = changes
+        self.events: list[dict[str, Any]] = []  # accepted, and not started
+        self.working: list[dict[str, Any]] = []
+        self.refusal: tuple[str, str] | None = None
+        self.loses_answer = self.starving = False
+        self.crash()
+
+    def wire(self, cluster: str = "digits", job: str = "digits") -> FunctionWire:
+        return FunctionWire(self.redis, job, cluster)
+
+    def make(self, cluster: str = "digits", job: str = "digits", **changes: Any) -> LambdaFleet:
+        import boto3
+
+        keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
+        client = boto3.Session().client("lambda", REGION, config=Config(retries={"max_attempts": 0}), **keys)
+        client.meta.events.register_first("before-send.lambda.Invoke", partial(self._answer, cluster, job))
+        settings = LambdaFleetConfig(kind="lambda", function="doll", **{**self.changes, **changes})
+        return LambdaFleet(client, self.wire(cluster, job), settings, cluster=cluster, job=job, clock=self.clock)
+
+    def _answer(self, cluster: str, job: str, request: Any, **_: Any) -> Any:
+        """Lambda's answer to Invoke, as its API reference describes it."""
+        if self.refusal is not None:
+            (code, reason), self.refusal = self.refusal, None
+            body = json.dumps({"Reason": reason, "Type": "User", "message": "Rate Exceeded."}).encode()
+            headers = {"x-amzn-ErrorType": code, "content-type": "application/json"}
+            return AWSResponse(request.url, 429, headers, MockRawResponse(body))
+        assert request.headers["X-Amz-Invocation-Type"] in ("Event", b"Event")
+        self.events.append({**json.loads(request.body), "records": self.wire(cluster, job)})
+        if self.loses_answer:
+            self.loses_answer = False
+            raise EndpointConnectionError(endpoint_url="https://lambda")
+        return AWSResponse(request.url, 202, {"x-amzn-RequestId": uuid.uuid4().hex}, MockRawResponse(b""))
+
+    def advance(self, seconds: float) -> None:
+        """The handlers live through the time in steps of their renewals."""
+        end_s = self.clock() + seconds
+        while True:
+            self._play()
+            if self.clock() >= end_s:
+                return
+            self.clock.advance(min(15.0, end_s - self.clock()))
+
+    def _play(self) -> None:
+        now_s = self.clock()
+        if not self.starving:
+            for event in self.events:
+                records, name = event["records"], event["name"]
+                if not records.claim(name, uuid.uuid4().hex):
+                    continue
+                if records.get(name).ended_s is None:
+                    times = {"started_s": now_s, "seen_s": now_s, "warm_s": now_s, "limit_s": now_s + self.lives_s}
+                    records.mark(name, **times)
+                    self.working.append(event)
+            self.events.clear()
+        for event in list(self.working):
+            records, name = event["records"], event["name"]
+            invocation = records.get(name)
+            if invocation.asked_s is not None or invocation.ended_s is not None:
+                records.end(name, now_s, "asked")
+            elif self.lives_s < 1e6 and records.has_warm_successor(invocation.slot, invocation.incarnation, now_s):
+                records.end(name, now_s, "successor")
+            elif now_s >= invocation.limit_s:
+                records.end(name, now_s, "limit")
+            else:
+                records.mark(name, seen_s=now_s)
+                continue
+            self.working.remove(event)
+
+    def crash(self) -> None:
+        self.fleet = self.make()
+
+    def become_unavailable(self) -> None:
+        assert isinstance(self.fleet, LambdaFleet)
+        wire = self.fleet.invocations
+        assert isinstance(wire, FunctionWire)
+        wire.is_away = True
+
+    def fail_instance(self, id_: str) -> None:
+        self.wire().end(id_, self.clock(), "failed", "exit code 1")
+
+    def fall_silent(self, id_: str) -> None:
+        """The environment of an invocation is gone, without a word."""
+        self.working = [event for event in self.working if event["name"] != id_]
+
+    def strangers(self) -> Fleet:
+        return self.make("strangers")
+
+    def second_job(self) -> Fleet:
+        return self.make(job="ads")
+
+    def throttle(self) -> None:
+        self.refusal = ("TooManyRequestsException", "CallerRateLimitExceeded")
+
+    def limit(self) -> None:
+        self.refusal = ("TooManyRequestsException", "ReservedFunctionConcurrentInvocationLimitExceeded")
+
+    def lose_answer(self) -> None:
+        self.loses_answer = True
+
+    def starve(self) -> None:
+        self.starving = True
+        self.fleet = self.make(start_timeout_s=1e-3)
+
+    def refuse_node(self, id_: str) -> None:
+        self.clock.advance(1.0)
+
+    def recover(self) -> None:
+        self.starving = False
+        self.crash()
+
+
+@functools.cache
+def _redis() -> LocalRedis:
+    """One server for all tests of this process, which is killed when it ends."""
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    server = LocalRedis(Path(folder.name))
+    server.start()
+    atexit.register(folder.cleanup)
+    atexit.register(server.kill)
+    return server
+
+
+@contextmanager
+def functions(**changes: Any) -> Iterator[LambdaRig]:
+    with pytest.MonkeyPatch.context() as patch:
+        fast_botocore.use(patch)
+        rig = LambdaRig(_redis(), **changes)
+        yield rig
+        rig.redis.close()
+
+
 @contextmanager
 def fake() -> Iterator[Rig]:
     yield FakeRig()
@@ -762,6 +929,7 @@ RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {
     "processes": processes,
     "kubernetes": kubernetes,
     "ray": ray_actors,
+    "lambda": functions,
 }
 
 

@@ -35,6 +35,7 @@ class EndReason(enum.StrEnum):
     TERMINATED = "terminated"  # by the provisioner
     INTERRUPTED = "interrupted"  # by the owner of the spot market
     FAILED = "failed"  # by itself, or for an unknown reason
+    LIMIT = "limit"  # at the end of the time that its owner gives to each machine, or because its successor was warm
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Instance:
         costs_from_s: time from which it is billed, if this is later than its launch, because its owner must first find
             a node. If it has no node yet, the time of the listing.
         trouble: reason, stated by its owner, why it does not run; "" if there is none.
+        is_limited: whether its owner gives it a fixed time. Its notice then announces the end of this time, and a
+            successor is launched; it is no interruption, and says nothing about its market.
     """
 
     id: str
@@ -90,6 +93,7 @@ class Instance:
     machines: int = 1
     costs_from_s: float | None = None
     trouble: str = ""
+    is_limited: bool = False
 
     @property
     def is_alive(self) -> bool:
@@ -142,7 +146,8 @@ class Fleet(Protocol):
         last hour).
 
         The result includes the instances that `launch` has returned, even if the owner's own listing lags behind.
-        `notice_s` and `EndReason.INTERRUPTED` are the only sources of notices and interruptions.
+        `notice_s` and `EndReason.INTERRUPTED` are the only sources of notices and interruptions; `is_limited` tells
+        the notice of a time limit from that of an interruption.
 
         Raises:
             ConfigError: the owner does not permit the call.

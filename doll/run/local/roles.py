@@ -221,6 +221,14 @@ page_role = _forked("page", JobProcess.page)
 
 
 @_role
+def invocation_role(job_path: str, run_folder: str, worker: int) -> int:
+    """Run a worker in a function invocation. Its services are those of the job file or of the environment."""
+    from doll.run.target import open_target
+
+    return JobProcess.alone(open_target(Path(job_path), [], Path(run_folder)), f"worker-{worker}").worker(worker)
+
+
+@_role
 def provisioner_role(job_path: str, kafka: str, redis: str, run_folder: str, ray_address: str, is_own: bool) -> int:
     """Run the provisioner of a run whose workers are actors of Ray."""
     from doll.run.local.provisioning import ActorCluster, run_provisioner

@@ -27,11 +27,11 @@ pytestmark = pytest.mark.slow  # loads torch
 EXTREMES = (
     "0", "-0.0", "1", "-1", "2", "0.5", "1e-9", "1e-7", "1e-320", "5e-324", "1e7", "2147483647", "2147483648",
     "9007199254740992", "9223372036854775807", "9223372036854775808", "18446744073709551616", "1e20", "1e31", "1e308",
-    "1e400", ".inf", "-.inf", ".nan", "1" + "0" * 400, "-1e20", "1e10", "1000", "5000",
+    "1e400", ".inf", "-.inf", ".nan", "1" + "0" * 400, "-1e20", "1e10", "600", "1000", "5000",
 )  # fmt: skip
 FEW = (
-    "0", "-1", "2", "2147483647", "0.5", "1e-9", "5e-324", "5000", "9223372036854775808", "1e31", "1e308", ".inf",
-    ".nan", "1" + "0" * 400,
+    "0", "-1", "2", "2147483647", "0.5", "1e-9", "5e-324", "600", "5000", "9223372036854775808", "1e31", "1e308",
+    ".inf", ".nan", "1" + "0" * 400,
 )  # fmt: skip
 """Those of `make test`."""
 BESIDE: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 """What a section needs where a key that may be left out is given."""
 REQUIRED: dict[str, Any] = {
     "images": "a", "labels": "a", "cls": "a.B", "path": "a", "socket": "a", "of": "a:b",
-    "launch_template": "lt-0123456789", "launch_template_version": 1,
+    "launch_template": "lt-0123456789", "launch_template_version": 1, "function": "doll",
     "table": "a", "topic": "a", "time": "at", "handover": {"partition": "p", "offset": "o"},
     "subnets": ["subnet-0123456789"], "instance_types": ["c7g.large"], "stages": 2, "pod_template": "a",
 }  # fmt: skip

@@ -64,7 +64,10 @@ def test_two_keys_make_a_job() -> None:
         ("arrivals.rate_per_s=[1,2]", r"rate_per_s: expected 4 rates \(data.partitions or data.workers\), got 2"),
         ("arrivals.process=trace", "arrivals: expected 'trace' .* exactly when process is 'trace'"),
         ("arrivals.trace=gaps.txt", "arrivals: expected 'trace' .* exactly when process is 'trace'"),
-        ("fleet.kind=docker", "fleet.kind: expected one of processes, compose, ec2, kubernetes, ray, got 'docker'"),
+        (
+            "fleet.kind=docker",
+            "fleet.kind: expected one of processes, compose, ec2, kubernetes, ray, lambda, got 'docker'",
+        ),
         ("fleet.subnet=x", "fleet.subnet: unknown key"),
         ("fleet.speedup=2", r"fleet.speedup: unknown key \(did you mean 'speed_up'\?\)"),
         ("fleet.notice_s=-1", "fleet.notice_s: .* greater than or equal to 0, got -1"),

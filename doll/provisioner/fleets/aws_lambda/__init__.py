@@ -1,0 +1,1 @@
+"""Invocations of a function on AWS Lambda as instances."""
