@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from doll.local.kafka_broker import LocalKafka
 from doll.services import Services
 from doll.serving import answer_log
 from doll.serving.answer_log import AnswerLog
+from doll.storage.version_marks import VersionMarks
 from owners_topic import OwnersTopic
 from serving_rig import ServingRig, output_of
 from waiting import until
@@ -60,6 +62,10 @@ def logged(address: str, topic: str) -> list[tuple[str, Any]]:
     finally:
         consumer.close()
     return records
+
+
+def _has_more(rig: ServingRig, what: str, than: int) -> bool:
+    return counted(rig, what) > than
 
 
 def counted(rig: ServingRig, what: str) -> int:
@@ -180,9 +186,9 @@ def test_a_shadow_is_replaced_while_requests_come(tmp_path: Path, broker: LocalK
                     before = counted(rig, "shadow_answers")
                     swaps = counted(rig, "swaps")
                     rig.save(version)
-                    rig.store.change_marks(lambda marks, version=version: marks.with_alias("next", version))
-                    until(lambda swaps=swaps: counted(rig, "swaps") > swaps, "the new version of the shadow")
-                    until(lambda before=before: counted(rig, "shadow_answers") >= before + least, "answers of it")
+                    rig.store.change_marks(partial(VersionMarks.with_alias, name="next", version=version))
+                    until(partial(_has_more, rig, "swaps", swaps), "the new version of the shadow")
+                    until(partial(_has_more, rig, "shadow_answers", before + least - 1), "answers of it")
             finally:
                 end.set()
                 for user in users:

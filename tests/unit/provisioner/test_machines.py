@@ -119,5 +119,5 @@ def test_a_new_fleet_is_one_opener(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with open_machines(job("{kind: compose}"), tmp_path) as opened:
         assert opened is machines
     monkeypatch.delitem(OPENERS, "compose")
-    with pytest.raises(ConfigError, match=r"fleet\.kind: expected ec2 or kubernetes or ray, got compose"):
+    with pytest.raises(ConfigError, match=r"fleet\.kind: expected ec2 or kubernetes or ray or lambda, got compose"):
         open_machines(job("{kind: compose}"), tmp_path)

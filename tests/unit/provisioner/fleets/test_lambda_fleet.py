@@ -131,7 +131,8 @@ CONTEXT = SimpleNamespace(get_remaining_time_in_millis=lambda: 60_000)
 
 
 def test_an_event_that_nobody_meant_is_refused_in_one_line() -> None:
-    for event in (None, [], {}, {"name": 3}, {"name": "a", "slot": True}):
+    events: list[Any] = [None, [], {}, {"name": 3}, {"name": "a", "slot": True}]
+    for event in events:
         answer = handle(event, CONTEXT)
         assert answer["cause"] == "refused"
         assert "expected" in answer["trouble"]
