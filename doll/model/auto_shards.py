@@ -2,7 +2,7 @@
 
 The number depends only on the job file and on the size of the model, so every process computes the same one. `doll up`
 computes it once, and writes it to the job file of the run. In other deployments it is in the fingerprint, which server
-and workers compare, so a release with other limits is refused.
+and workers compare, so a release with other limits is refused (docs/decisions/0144).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from doll.amounts import byte_size
 from doll.config import JobConfig
 
 # A shard holds this slice of the weights, as much or twice as much of the optimizer's state, the gradients of a group,
@@ -47,5 +48,5 @@ def contributions_per_s(config: JobConfig) -> float:
 def shards_text(config: JobConfig, shards: int, numel: int) -> str:
     """Return a text that says the number of shards and what it follows from."""
     size_bytes, rate = numel * _VALUE_BYTES, contributions_per_s(config)
-    traffic = f", {rate * size_bytes / 1e9:.3g} GB of contributions per second" if rate else ""
-    return f"ps.shards: auto is {shards}: {size_bytes / 1e6:.4g} MB of weights{traffic}"
+    traffic = f", {byte_size(rate * size_bytes)} of contributions per second" if rate else ""
+    return f"ps.shards: auto is {shards}: {byte_size(size_bytes)} of weights{traffic}"
