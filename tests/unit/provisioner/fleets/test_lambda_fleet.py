@@ -131,7 +131,8 @@ CONTEXT = SimpleNamespace(get_remaining_time_in_millis=lambda: 60_000)
 
 
 def test_an_event_that_nobody_meant_is_refused_in_one_line() -> None:
-    for event in (None, [], {}, {"name": 3}, {"name": "a", "slot": True}):
+    events: list[Any] = [None, [], {}, {"name": 3}, {"name": "a", "slot": True}]
+    for event in events:
         answer = handle(event, CONTEXT)
         assert answer["cause"] == "refused"
         assert "expected" in answer["trouble"]
@@ -143,7 +144,7 @@ def test_an_event_that_comes_twice_or_too_late_does_no_work(rig: LambdaRig, monk
     monkeypatch.setenv("DOLL_KAFKA", "127.0.0.1:1")
     job = "job: digits\ntask: {class: 'a:B'}\nfleet: {kind: lambda, function: f, cluster: digits}\n"
     made = rig.fleet.launch(ORDER)
-    event = {**rig.events[0], "job": job}
+    event: dict[str, Any] = {**rig.events[0], "job": job}
     event.pop("records")
     rig.fleet.terminate([made.id])
     assert handle(event, CONTEXT)["cause"] == "asked"
