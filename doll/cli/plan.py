@@ -14,7 +14,9 @@ from doll.cli import options
 from doll.cli.output import emit
 
 if TYPE_CHECKING:
+    from doll.config import JobConfig
     from doll.provisioner.planning.assessment import Assessment
+    from doll.provisioner.planning.functions import FunctionCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,10 @@ def plan(
         Literal["self_managed", "msk", "none"],
         typer.Option(help="Further machines to include in the cost: own Kafka machines, MSK, or none."),
     ] = "self_managed",
+    functions_mb: Annotated[
+        int | None,
+        typer.Option(min=128, max=10_240, help="Compare with AWS Lambda functions of this memory [fleet.memory_mb]."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="HTML", help="Write charts of cost and risk by number of spot workers.")
     ] = None,
@@ -137,9 +143,29 @@ def plan(
     if kind is not None:
         further = {"kind": kind, "usd_per_h": {part.name: part.usd_per_h for part in PARTS[kind]}}
         lines = stack_lines(kind, assessment.static.expected_finish_s, assessment.static.expected_cost_usd)
-    emit(as_json, {**assessment.to_dict(), "notes": notes, "stack": further}, report_text(assessment, notes, lines))
+    functions = _functions(assessment, config, functions_mb)
+    beside = lines if functions is None else [*functions.lines(), *lines]
+    document = {**assessment.to_dict(), "notes": notes, "stack": further}
+    document["functions"] = None if functions is None else functions.to_dict()
+    emit(as_json, document, report_text(assessment, notes, beside))
     if assessment.problem is not None:
         raise typer.Exit(assessment.problem.exit_code)
+
+
+def _functions(assessment: Assessment, config: JobConfig | None, memory_mb: int | None) -> FunctionCost | None:
+    """Return the cost in functions, if the job's fleet consists of functions or `memory_mb` is given."""
+    from doll.config import LambdaFleetConfig
+    from doll.provisioner.planning.functions import function_cost
+
+    if config is not None and isinstance(config.fleet, LambdaFleetConfig):
+        settings = config.fleet
+    elif memory_mb is not None:
+        settings = LambdaFleetConfig(kind="lambda", function="worker")
+    else:
+        return None
+    if (machines := assessment.request.machines_per_worker) > 1:
+        raise typer.BadParameter(f"--functions-mb: expected workers of one machine, got {machines} machines per worker")
+    return function_cost(assessment, settings.model_copy(update={} if memory_mb is None else {"memory_mb": memory_mb}))
 
 
 def _save_charts(assessment: Assessment, path: Path) -> None:

@@ -144,7 +144,7 @@ def test_an_event_that_comes_twice_or_too_late_does_no_work(rig: LambdaRig, monk
     monkeypatch.setenv("DOLL_KAFKA", "127.0.0.1:1")
     job = "job: digits\ntask: {class: 'a:B'}\nfleet: {kind: lambda, function: f, cluster: digits}\n"
     made = rig.fleet.launch(ORDER)
-    event = {**rig.events[0], "job": job}
+    event: dict[str, Any] = {**rig.events[0], "job": job}
     event.pop("records")
     rig.fleet.terminate([made.id])
     assert handle(event, CONTEXT)["cause"] == "asked"
