@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from doll.config.gates import direction_of
-from doll.config.section import Section, short_form
+from doll.config.section import LONGEST_S, Section, short_form
 
 
 class DetectorConfig(Section):
@@ -31,6 +32,27 @@ class ReactionConfig(Section):
     """factor of the learning rate"""
     updates: int = Field(default=200, ge=1, le=1_000_000_000)
     """number of updates with this factor, from the update at which the change was noticed"""
+
+
+class ChallengerConfig(Section):
+    """A second job on the same stream, which begins at a drift and is compared with the job."""
+
+    job: Path | None = None
+    """job file of the challenger, such as one with another optimizer; its name, its stream and the weights that it
+    begins with are replaced; default: that of the job"""
+    begin_with: str | None = Field(default=None, pattern=r"[a-z0-9][a-z0-9_-]{0,62}")
+    """version or alias of the job whose weights the challenger begins with, such as stable; default: new weights"""
+    most: int = Field(default=1, ge=1, le=100)
+    """largest number of challengers of a run"""
+    min_interval_s: float = Field(default=86_400.0, ge=0, le=LONGEST_S)
+    """least time between two drifts that start a challenger"""
+    compare_after_s: float = Field(default=600.0, ge=0, le=LONGEST_S)
+    """time for which a challenger learns before its newest version and that of the job are compared"""
+    metric: str = "loss"
+    """metric of the comparison: loss, or a mean that Task.metrics returns"""
+
+
+Challenger = Annotated[ChallengerConfig, short_form("job")]
 
 
 class InputsConfig(Section):
@@ -61,6 +83,8 @@ class DriftConfig(Section):
     react: ReactionConfig | None = None
     """what the parameter server does about a change; default: nothing. Only with a policy whose workers send
     gradients"""
+    challenger: Challenger | None = None
+    """start a second job on the same stream after a change; default: no. A text is its job file"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

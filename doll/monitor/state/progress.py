@@ -13,6 +13,7 @@ from doll.config import JobConfig
 from doll.ledger import offset_ranges
 from doll.ledger.balance import Range, named
 from doll.ledger.offset_ranges import Span
+from doll.monitor.state.challengers import NoticedDrift, challenger_advice
 from doll.monitor.state.freshness import FreshnessProgress, StageFreshness
 from doll.monitor.state.history import HeldOutRecords, History
 from doll.monitor.state.join_progress import JoinCounts, JoinProgress
@@ -200,6 +201,7 @@ class ProgressModel:
         self._worker_rates = WorkerRates()
         self._slow_workers: set[int] = set()
         self._drifts: set[tuple[str, float]] = set()  # metric and version of those that are among the events
+        self.drifts: list[NoticedDrift] = []  # of metrics
         self._has_diverged = False
         self._waiting: dict[int, str] = {}  # the reason why a worker cannot decode records
         self._lost: dict[int, list[Span]] = {}
@@ -273,7 +275,7 @@ class ProgressModel:
             self.add_event(f"version {version:.0f} was moved back to {to:.0f}: worse on live records", None, "alias")
             return
         if names.DRIFT in record.values:
-            self._drifted(record.values)
+            self._drifted(record.values, record.time_s)
             return
         self._metrics[record.source] = record.values
         self._join.feed(record)
@@ -349,7 +351,7 @@ class ProgressModel:
         else:
             self.on_event("alias", f"version {values.get(names.GATE_VERSION, math.nan):.0f} has passed its gates")
 
-    def _drifted(self, values: Mapping[str, float]) -> None:
+    def _drifted(self, values: Mapping[str, float], time_s: float) -> None:
         prefix = f"{names.DRIFT}_version_"
         metric = next((name.removeprefix(prefix) for name in values if name.startswith(prefix)), "")
         before, after, since, version, index = (
@@ -364,8 +366,11 @@ class ProgressModel:
             change = (
                 f"has another distribution (stability index {index:.2g}, mean {before:.4g} before, {after:.4g} now)"
             )
-        where = f"between versions {since:,.0f} and {version:,.0f}"
-        self.add_event(f"drift: {metric} {change} {where}", None, "drift")
+        text = f"drift: {metric} {change} between versions {since:,.0f} and {version:,.0f}"
+        if not index > 0 and version >= 0:
+            self.drifts.append(NoticedDrift(metric, int(version), time_s))
+            text += challenger_advice(self.config, int(version))
+        self.add_event(text, None, "drift")
 
     def _evaluated(self, record: Metric) -> None:
         values = record.values

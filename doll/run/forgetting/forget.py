@@ -207,9 +207,11 @@ class _Run:
             "keys": len(selection.keys), "field": selection.field, "later": _num(chosen.later), "others": chosen.others,
         }  # fmt: skip
         if not chosen.learned:
-            if not (chosen.others or chosen.later):  # perhaps a mistake in a key: --purge deletes nothing
+            if not (chosen.others or chosen.later):
                 return Certificate(**facts)
-            return Certificate(**facts, still_held=self._held(target.run, newest, purge=purge and not dry_run))
+            # An earlier version may have learned the others; without any, a key may be a mistake.
+            purge = purge and chosen.others > 0 and not dry_run
+            return Certificate(**facts, still_held=self._held(target.run, newest, purge=purge))
         plan = self._planned(chosen)
         facts |= {"begun_with": plan.version, "updates": plan.updates}
         if dry_run:

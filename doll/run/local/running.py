@@ -13,6 +13,7 @@ from doll.local.supervisor import Handle, Supervisor
 from doll.monitor.views.run_report import INTERRUPTED
 from doll.process.files import is_full, write_json
 from doll.run.folder import display_path
+from doll.run.local.challengers import LocalChallengers
 from doll.run.local.context import PARAMETER_SERVERS, LocalRun
 from doll.run.local.follower import POLL_S, RunFollower
 
@@ -36,6 +37,7 @@ class Learning:
         self._producer_started = False
         self._pids: dict[str, int] = {}
         self._is_full = False
+        self._challengers = LocalChallengers(run.config, run.folder, run.stack.services, follower.add_event)
         self._workers = set(range(run.config.data.workers))  # started, and not ended for serving no partition
 
     def start_roles(self) -> None:
@@ -88,6 +90,7 @@ class Learning:
             self._note_full_disk()
             self._write_pids()
             self._restart_dead_services()
+            self._challengers.tick(self._model.drifts)
             if (reason := self._run.hook.tick(self._supervisor, self._run.stack)) is not None:
                 return reason
             codes = self._supervisor.exit_codes()
@@ -196,6 +199,7 @@ class Learning:
     def shut_down(self) -> None:
         """Stop the producer, make the parameter server save and finish the job, then wait for the last evaluation."""
         handles, say = self._supervisor.handles(), self._run.display.say
+        self._challengers.stop()
         if (producer := handles.get("producer")) is not None:
             producer.terminate()
         if servers := [handles[name] for name in PARAMETER_SERVERS if name in handles]:
@@ -210,6 +214,7 @@ class Learning:
 
     def stop(self) -> None:
         """End the remaining processes."""
+        self._challengers.stop()
         order = ("producer", "joiner-*", "ps*", "shard-*", "worker-*", "stage-*", "evaluator")
         self._supervisor.stop(order, grace_s=self._run.config.worker.drain_s)
 

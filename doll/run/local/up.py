@@ -40,6 +40,7 @@ from doll.producers.feed import check_program
 from doll.ps.standby import LeaderCheck
 from doll.run.folder import JOB, STACK, RunFolder, cluster_of, create, display_path
 from doll.run.local.actors import ActorWorkers
+from doll.run.local.challengers import check_recipe
 from doll.run.local.context import LocalRun, RunHook, taken_health_ports
 from doll.run.local.finish import finish_run
 from doll.run.local.follower import RunFollower
@@ -156,6 +157,7 @@ def check_runnable(config: JobConfig, *, begins: bool = True) -> None:
     if isinstance(config.fleet, RayFleetConfig):
         check_actors(config)
     check_files(config)
+    check_recipe(config)
     if begins and config.training.init_from is not None:
         find_source(config, config.training.init_from.source)
     check_task(config)

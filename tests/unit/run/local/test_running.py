@@ -7,11 +7,14 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from doll.local.supervisor import RoleSpec
+from doll.run.folder import RunFolder
 from doll.run.local import running
 from doll.run.local.running import Learning, ended_early
+from doll.services import Services
 
 
 def test_more_samples_are_advised_only_where_nothing_failed() -> None:
@@ -51,13 +54,16 @@ class Scaled:
         self.workers, self.spares = 2, set[int]()
         self.stages = 0
         run = SimpleNamespace(
-            config=SimpleNamespace(data=SimpleNamespace(workers=2)),
+            config=SimpleNamespace(data=SimpleNamespace(workers=2), drift=None),
+            folder=RunFolder(Path("run")),
+            stack=SimpleNamespace(services=Services("", "")),
             launch=self.launch,
             worker=lambda slot: RoleSpec(f"worker-{slot}", "", Path("log")),
             stages=lambda slot: [RoleSpec(f"stage-{slot}-{at}", "", Path("log")) for at in range(self.stages)],
             display=SimpleNamespace(say=lambda text: None),
         )
-        self.learning = Learning(run, SimpleNamespace(model=self, role_restarted=lambda restart: None))  # type: ignore[arg-type]
+        follower = SimpleNamespace(model=self, role_restarted=lambda restart: None, add_event=lambda text: None)
+        self.learning = Learning(run, follower)  # type: ignore[arg-type]
         self.supervisor = self.learning._supervisor
         for slot in range(2):
             self.supervisor.start(run.worker(slot))
@@ -125,9 +131,14 @@ class Ended:
         self.said: list[str] = []
         self.events: list[str] = []
         self.learned_at_s, self.waits_at_s = 0.0, math.inf
+        self.drifts: list[Any] = []
         run = SimpleNamespace(
             config=SimpleNamespace(
-                data=SimpleNamespace(workers=1), group_size=1, source=None, worker=SimpleNamespace(grant_timeout_s=30.0)
+                data=SimpleNamespace(workers=1),
+                group_size=1,
+                source=None,
+                drift=None,
+                worker=SimpleNamespace(grant_timeout_s=30.0),
             ),
             launch=lambda spec: Process(spec.name),
             interrupts=SimpleNamespace(stop_requested=False),
@@ -138,7 +149,7 @@ class Ended:
         )
         follower = SimpleNamespace(
             model=self, role_restarted=lambda restart: None, follow=self.follow, finished=False,
-            unlearned=self.unlearned,
+            unlearned=self.unlearned, add_event=lambda text: None,
         )  # fmt: skip
         self.learning = Learning(run, follower)  # type: ignore[arg-type]
         producer = self.learning._supervisor.start(RoleSpec("producer", "", Path("log")))
