@@ -13,17 +13,11 @@ from typing import Final
 from doll.amounts import byte_size
 from doll.config import JobConfig
 
-# A shard holds this slice of the weights, as much or twice as much of the optimizer's state, the gradients of a group,
-# and a copy for the checkpoint: 5 to 10 GB.
+# ADR 144 has the reasons for these values.
 SLICE_BYTES: Final = 1_000_000_000
-# A server spends 0.5 s of CPU on each GB of gradients in Redis (docs/benchmarks.md, Large models); the other half of
-# its time is left for updates and checkpoints.
 CONTRIBUTIONS_BYTES_PER_S: Final = 1_000_000_000
-# Each update needs several messages between server and shards. For smaller slices, they take longer than the shards
-# save.
 LEAST_SLICE_BYTES: Final = 100_000_000
 MAX_SHARDS: Final = 256
-
 _VALUE_BYTES: Final = 4
 
 

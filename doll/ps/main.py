@@ -117,6 +117,7 @@ class _Launch:
     ) -> None:
         self._config, self._services, self._run_folder = config, services, run_folder
         self._fresh, self._after_term, self._run_id = fresh, after_term, run_id
+        self._seen: Checkpoint | None = None  # the newest one before the claim
 
     def check(self) -> None:
         """Check that a server may serve the job. Raises the errors that `run` raises before it claims a term."""
@@ -140,7 +141,7 @@ class _Launch:
             keep_freed_memory()
         self._open()
         # These checks come before the claim: a wrong job file must not fence the server that runs.
-        newest = self._newest()
+        newest = self._seen = self._newest()
         replaces = not standby and leader_check is None
         if newest is not None and not (self._fresh or replaces) and (reason := self._finished(newest)) is not None:
             hint = "to continue it, change the section stop of the job file"
@@ -155,7 +156,7 @@ class _Launch:
             heartbeat.set_waiting_for("the check for another leader")
             if not leader_check.require_no_leader(lambda: signals.leave):
                 return 0
-        return self._lead(self._admit(), newest, initial, signals, heartbeat)
+        return self._lead(self._admit(), initial, signals, heartbeat)
 
     def _open(self) -> None:
         """Wait for the services, then open the model, its fingerprint, the checkpoint store and the task's code."""
@@ -192,16 +193,14 @@ class _Launch:
         after_term = ANY_TERM if self._fresh else self._after_term
         return admit(self._config, self._services, self._store, location, after_term)
 
-    def _lead(
-        self, lineage: Lineage, seen: Checkpoint | None, initial: WeightMatch | None, signals: Signals,
-        heartbeat: Heartbeat,
-    ) -> int:  # fmt: skip
-        """Claim a term, and serve the job in this term. `seen`: the newest checkpoint before."""
+    def _lead(self, lineage: Lineage, initial: WeightMatch | None, signals: Signals, heartbeat: Heartbeat) -> int:
+        """Claim a term, and serve the job in this term."""
         config, services, model = self._config, self._services, self._model
         term = self._term = self._store.claim_term(lineage.newest_term)
         fault_point("ps.after_claim")
-        is_newest = seen is not None and self._store.versions()[-1:] == [(seen.term, seen.version)]
-        checkpoint = seen if is_newest else self._newest()  # after the claim no earlier server can add one
+        checkpoint, self._seen = self._seen, None
+        if checkpoint is None or self._store.versions()[-1:] != [(checkpoint.term, checkpoint.version)]:
+            checkpoint = self._newest()  # after the claim no earlier server can add one
         kafka = KafkaChannel(config, services)
 
         def give_up() -> bool:

@@ -49,9 +49,7 @@ def run_shard(config: JobConfig, services: Services, run_folder: Path, number: i
     """
     shards = counted(config, load_task(config)).ps.num_shards
     if shards == 1:
-        raise ConfigError(
-            "doll shard: expected a job with ps.shards above 1, got 1: the parameter server has the whole model"
-        )
+        raise ConfigError("doll shard: expected a job with ps.shards above 1, got 1")
     if number is not None and number >= shards:
         raise ConfigError(f"--shard: expected 0 to {shards - 1}, got {number}")
     name = "shard" if number is None else f"shard-{number}"

@@ -19,17 +19,12 @@ class PipeBrokenError(ServiceUnavailableError):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """The words of a shard's process, which it repeats while it runs.
+    """The mark of a shard's process, which renews it while it runs."""
 
-    Attributes:
-        server: name of the server's process that it serves; "": of none.
-        memory_bytes: its resident memory; 0: unknown.
-    """
-
-    server: str
+    server: str  # name of the server's process that it serves; "": of none
     host: str
     pid: int
-    memory_bytes: int
+    memory_bytes: int  # its resident memory; 0: unknown
 
 
 class ServerEnd(Protocol):
