@@ -1,7 +1,7 @@
 """Starts the challengers of a run: second jobs on its stream, after drifts (`drift.challenger`).
 
-A challenger is a `doll up` of its own, at a low priority: what happens to it does not reach the job. The decision about
-a drift is in `challengers.json` of the run folder before the process starts, so it starts at most once.
+A challenger is a `doll up` of its own, at a lower priority: what happens to it does not reach the job. The decision
+about a drift is in `challengers.json` of the run folder before the process starts, so it starts at most once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ FILE: Final = "challengers.json"
 FOLDER: Final = "challengers"
 _GRACE_S: Final = 30.0  # for the last checkpoint of a challenger
 _COMPARE_S: Final = 86_400  # after which two versions that do not differ are not compared any more
-_PROGRAM: Final = ("nice", "-n", "10", sys.executable, "-m", "doll")
+# With a niceness of 10, a full machine did not start a challenger in two minutes.
+_PROGRAM: Final = ("nice", "-n", "5", sys.executable, "-m", "doll")
 
 
 def check_recipe(config: JobConfig) -> None:
