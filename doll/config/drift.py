@@ -26,12 +26,16 @@ Detector = Annotated[DetectorConfig, short_form("detector")]
 
 
 class ReactionConfig(Section):
-    """A higher learning rate for some updates after a change of the stream, so that the model follows it sooner."""
+    """A higher learning rate for some updates after a change of the stream, and a shorter window of the moving average
+    (training.ema), so that the model follows it sooner."""
 
     lr_factor: float = Field(default=3.0, gt=0, le=1000)
     """factor of the learning rate"""
+    ema_factor: float = Field(default=1.0, ge=1, le=1_000_000)
+    """by how much shorter the window of the moving average is: 1 - decay times this, at most 1, takes the place of
+    1 - decay"""
     updates: int = Field(default=200, ge=1, le=1_000_000_000)
-    """number of updates with this factor, from the update at which the change was noticed"""
+    """number of updates with these factors, from the update at which the change was noticed"""
 
 
 class ChallengerConfig(Section):

@@ -146,6 +146,7 @@ class Updater(ABC):
         into: npt.NDArray[np.float32] | None = None,
         absent: int = 0,
         lr_factor: float = 1.0,
+        ema_factor: float = 1.0,
     ) -> None:
         """Compute the next weights from the added contributions and then `contributions`, in this order.
 
@@ -161,6 +162,7 @@ class Updater(ABC):
             absent: bit mask of parameters that no sample of the contributions has used, see `FlatModel.absent`. An
                 optimizer does not change them or their state, as torch does if `.grad` is None.
             lr_factor: factor of the learning rate of an optimizer's step. An updater without one takes only 1.
+            ema_factor: factor of 1 - decay of the moving average.
 
         Raises:
             DivergedError: a number of the sum, of the weights or of the state is not finite. Then the object must not
@@ -175,7 +177,7 @@ class Updater(ABC):
         self._apply_sum(scale, weight, target, absent, lr_factor)
         if self._average is not None and self._ema is not None:
             n = self.num_parameters
-            self._average[:n].lerp_(self._flat[:n], 1 - self._ema)
+            self._average[:n].lerp_(self._flat[:n], min(1.0, (1 - self._ema) * ema_factor))
             self._average[n:] = self._flat[n:]
 
     def measure(self, total: float, weight: float) -> None:  # noqa: B027

@@ -634,6 +634,7 @@ def update_record(
         events=update.events,
         held_out_score=held_out,
         lr_factor=update.lr_factor,
+        ema_factor=update.ema_factor,
     )
 
 

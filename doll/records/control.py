@@ -434,6 +434,7 @@ class Update(ControlRecord, frozen=True):
     events: EventSpan = NO_EVENTS  # the event times of all records in the version
     held_out_score: HeldOutScore | None = None  # of the samples of all `held_out`; None: there are none
     lr_factor: float = 1.0  # factor of the learning rate of the step
+    ema_factor: float = 1.0  # factor of 1 - decay of the moving average of the weights
     chain: bytes = b""  # hash of this record and of the update before it (`doll.records.chain`); b"": earlier release
 
     @property

@@ -105,7 +105,7 @@ class Ordered(Updater):
 
     def apply(
         self, contributions: Sequence[Any], scale: float, weight: float, into: Any = None, absent: int = 0,
-        lr_factor: float = 1.0,
+        lr_factor: float = 1.0, ema_factor: float = 1.0,
     ) -> None:  # fmt: skip
         for contribution in contributions:
             self.add(contribution)

@@ -661,13 +661,16 @@ class Engine(EngineState):
     ) -> None:  # fmt: skip
         self.version += 1
         lr_factor = 1 / max(1, self.num_live) if self.settings.divides_lr else 1.0
+        ema_factor = 1.0
         if self.settings.drift_reaction is not None and self.version <= self.raised_until:
             lr_factor *= self.settings.drift_reaction.lr_factor
+            ema_factor = self.settings.drift_reaction.ema_factor
         self._actions.append(
             ev.ApplyUpdate(
-                self.version, sets, scale, self.samples_total, self.batches_total, settled, lr_factor, self.events
+                self.version, sets, scale, self.samples_total, self.batches_total, settled, lr_factor, self.events,
+                ema_factor,
             )
-        )
+        )  # fmt: skip
 
     def _apply_skip(self) -> bool:
         """Count batches without a record as applied. They make a separate version with unchanged weights (ADR 47)."""

@@ -200,6 +200,7 @@ class ApplyUpdate(Action, frozen=True):
     Attributes:
         sets: the sets of the update, in the order of their first grants.
         lr_factor: factor of the learning rate of the step.
+        ema_factor: by how much shorter the window of the moving average of the weights is.
     """
 
     version: int
@@ -210,6 +211,7 @@ class ApplyUpdate(Action, frozen=True):
     settled: tuple[tuple[int, int], ...] = ()  # as in doll.records.control.Update
     lr_factor: float = 1.0
     events: EventSpan = NO_EVENTS  # as in doll.records.control.Update
+    ema_factor: float = 1.0
 
 
 class StoreCheckpoint(Action, frozen=True):

@@ -118,7 +118,7 @@ class ContributionBuffer:
         # The weights come before the tables, because their update computes the factor by which both are clipped.
         self._updater.apply(
             [waiting.values for waiting in contributions], update.scale, weight, into, _absent(update),
-            update.lr_factor,
+            update.lr_factor, update.ema_factor,
         )  # fmt: skip
         if self._tables is not None:
             scale = update.scale * self._updater.clipped_by

@@ -124,7 +124,7 @@ class Recomputation:
         scale = 1.0 if takes_sum or not weight else 1.0 / weight
         if self._max_age:
             self._weights[before] = self._weights[before].copy()  # the updater may change the memory of its weights
-        again = ApplyUpdate(update.version, sets, scale, 0, 0, lr_factor=update.lr_factor)
+        again = ApplyUpdate(update.version, sets, scale, 0, 0, lr_factor=update.lr_factor, ema_factor=update.ema_factor)
         self.samples += self._contributions.apply(again)
         self.version = update.version
         self._weights[self.version] = self.parts.updater.weights

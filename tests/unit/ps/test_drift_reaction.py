@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from doll.config import parse
 from doll.errors import ConfigError
@@ -79,6 +81,26 @@ def test_the_rate_is_raised_from_the_change_on_and_a_later_server_goes_on_with_i
     later.play(2)
     assert later.factors[later.server.engine.version] == 1.0
     later.close()
+
+
+def test_the_window_of_the_average_is_shorter_from_the_change_on(tmp_path: Path) -> None:
+    react, ema = "drift={react: {lr_factor: 1.0, ema_factor: 4, updates: 3}}", "training.ema={decay: 0.875}"
+    run = Run(tmp_path, MemoryCheckpointStore("replayed", keep=100), react, ema)
+    run.play(4)
+    at = run.server.engine.version
+    run.drifted(at)
+    run.play(4)
+    run.close()
+    made: dict[int, dict[str, npt.NDArray[np.float32]]] = {}
+    for _ in replay(run.config, run.path, on_update=lambda version, parts: made.update({version: parts.tensors()})):
+        pass
+    for version in made.keys() & {version + 1 for version in made}:
+        share = 0.5 if at < version <= at + 3 else 0.125
+        before, after = made[version - 1]["average"], made[version]
+        if (after["weights"] == made[version - 1]["weights"]).all():
+            continue  # an update of refused records
+        np.testing.assert_allclose(after["average"], before + share * (after["weights"] - before), rtol=1e-6, atol=1e-7)
+    assert {at, at + 1, at + 3, at + 4} <= made.keys()
 
 
 def test_without_the_setting_nothing_changes_and_workers_that_make_steps_are_refused(tmp_path: Path) -> None:
