@@ -7,6 +7,7 @@ import json
 import math
 import os
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from job_rig import MakePipeline
 from paths import SUPPORT
 from pushes import push_of
 from record_builders import announce, grant_of, welcome
+from waiting import until
 
 pytestmark = pytest.mark.integration
 
@@ -230,6 +232,10 @@ def test_what_came_before_the_streams_stopped_becomes_durable_though_workers_hol
     assert report.applied == 9 * 8
 
 
+def has_refused(job: Any, worker: int, count: int) -> bool:
+    return bool(job.log(f"worker-{worker}").count("record_refused") >= count)
+
+
 def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> None:
     job = points("stop.updates=60")
     job.start()
@@ -278,6 +284,8 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
     no_text = [raw_batches.record(b"garbage", headers=[(b"\xff\xfe", b"v")])]
     for kind, number in (("events", 0), ("commands", 0), ("commands", 1)):
         assert raw_batches.send(job.services.kafka, job.config.topic(kind), number, no_text) == 0
+    for n in (0, 1):  # before the job can end
+        until(partial(has_refused, job, n, len(forged_events)), f"what worker {n} refuses")
     job.send([point(i) for i in range(800)])
     job.until_finished()
     report = job.assert_audit_ok()

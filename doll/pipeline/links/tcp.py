@@ -171,6 +171,9 @@ class Door:
         with self._lock:
             for connection in self._pending:
                 _end(connection)
+        self._close_links()
+
+    def _close_links(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self.links.get_nowait()[1].close()
@@ -193,6 +196,8 @@ class Door:
     def _greet(self, connection: socket.socket, peer: str) -> None:
         try:
             self.links.put((self._authenticate(connection), link_of(connection, self._silent_s)))
+            if self._is_closed.is_set():  # `close` may have looked before
+                self._close_links()
         except (OSError, _HandshakeError) as exc:
             with self._lock:
                 self.refused += 1
