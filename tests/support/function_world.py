@@ -31,6 +31,7 @@ from typing import Any, Final, Self
 
 from doll.local import processes
 from doll.local.processes import free_port
+from waiting import until
 
 NAME: Final = "doll-worker"
 _RESET_S: Final = 5.0
@@ -192,13 +193,16 @@ class FunctionWorld:
 
     @staticmethod
     def _await(environment: Environment) -> None:
-        for _ in range(600):
+        def answers() -> bool:
             try:
                 urllib.request.urlopen(environment.url, timeout=5).close()
             except urllib.error.HTTPError:
-                return
+                return True
             except OSError:
-                time.sleep(0.05)
+                pass
+            return False
+
+        until(answers, "the runtime interface emulator")
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         world = self
