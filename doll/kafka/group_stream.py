@@ -30,11 +30,13 @@ from doll.kafka.clients import (
     translate_errors,
 )
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
+from doll.process.threads import in_thread
 from doll.services import Services
 
 _SESSION_MS: Final = 10_000
-_TRANSACTION_S: Final = 15.0
+_TRANSACTION_S: Final = 15.0  # the broker aborts a transaction that is open for longer
 _CALL_S: Final = 30.0
+_MARGIN_S: Final = 1.0
 _TRANSACTION: Final = "accept a transaction"
 _IN_ITS_PLACE: Final = "another process has the number of this one, and goes on in its place"
 _FENCED: Final = (
@@ -99,7 +101,7 @@ class TransactionalWriter:
     ) -> None:  # fmt: skip
         self._call_s, timeout_ms = call_s, round(1000 * transaction_s)
         self._translated = partial(translated, services.kafka, _TRANSACTION, fenced)
-        self._is_open = False
+        self._is_open = self._is_stuck = False
         self._producer = make_producer(
             config, services, transactional_id=name, transaction_timeout_ms=timeout_ms, message_timeout_ms=timeout_ms,
             message_max_bytes=RECORD_LIMIT_BYTES, linger_ms=20, compression_type=compression,
@@ -165,12 +167,27 @@ class TransactionalWriter:
         """Commit what was written since the last call, and these offsets of the group of `member`."""
         with self._abandoned():
             if offsets:
-                self._producer.send_offsets_to_transaction(list(offsets), member, self._call_s)
+                self._send_offsets(list(offsets), member)
             self._producer.commit_transaction(self._call_s)
             self._is_open = False
 
+    def _send_offsets(self, offsets: list[TopicPartition], member: Any) -> None:
+        """Add offsets to the transaction.
+
+        After its group's broker was away, librdkafka may wait without a limit (its issue 5456). The call then stays in
+        its thread, and the next writer with the name aborts the transaction.
+        """
+        send = partial(self._producer.send_offsets_to_transaction, offsets, member, self._call_s)
+        try:
+            in_thread(send, "send-offsets").result(self._call_s + _MARGIN_S)
+        except TimeoutError as exc:
+            self._is_stuck = True
+            raise AbandonedError(f"Kafka does not answer for {self._call_s:g} s: offsets are not committed") from exc
+
     def abort(self) -> None:
-        """Abort the open transaction."""
+        """Abort the open transaction, or leave this to the next writer, if Kafka does not answer."""
+        if self._is_stuck:
+            return
         with self._translated():
             self._producer.purge()
             self._producer.abort_transaction(self._call_s)
@@ -239,7 +256,11 @@ class GroupStream:
         self._asked: dict[Place, tuple[int, int]] = {}  # a time, and the end that a partition had
         self._failed: BaseException | None = None
         self._writer = TransactionalWriter(
-            config, services, f"doll.{config.job}.{name}.{member}", transaction_s=_TRANSACTION_S, call_s=_CALL_S
+            config,
+            services,
+            f"doll.{config.job}.{name}.{member}",
+            transaction_s=_TRANSACTION_S,
+            call_s=_TRANSACTION_S,
         )
         self._consumer: Any = _consumer(
             config, services, name, group_instance_id=f"{name}-{member}", session_timeout_ms=_SESSION_MS,

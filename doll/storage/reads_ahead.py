@@ -6,15 +6,12 @@ does not keep the process from ending while the store is unavailable.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
 
+from doll.process.threads import in_thread
 from doll.storage.blobs import Buffer
-
-T = TypeVar("T")
 
 
 class ReadsAhead:
@@ -47,17 +44,3 @@ class ReadsAhead:
     def forget(self, key: str) -> None:
         """Forget the key, because its blob is not needed any more."""
         self._reads.pop(key, None)
-
-
-def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Return a future of `call`, which runs in its own thread. The thread does not keep the process from ending."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as exc:
-            done.set_exception(exc)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return done

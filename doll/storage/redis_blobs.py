@@ -27,8 +27,8 @@ from redis.retry import Retry
 
 from doll import telemetry
 from doll.errors import BlobError, ServiceUnavailableError
+from doll.process.threads import in_thread
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
-from doll.storage.reads_ahead import in_thread
 from doll.storage.redis_client import is_temporary, reason_of
 
 log = telemetry.get_logger(__name__)

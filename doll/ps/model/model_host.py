@@ -19,6 +19,7 @@ from doll.config import JobConfig
 from doll.errors import BlobError, NotFiniteError
 from doll.optim.optimizer import Updater, diverged
 from doll.process.fault_points import fault_point
+from doll.process.threads import in_thread
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.model.row_writer import RowWriter
 from doll.ps.model.updater import ContributionBuffer, ModelParts
@@ -42,7 +43,7 @@ from doll.storage.blobs import (
 from doll.storage.contributions import decode_contribution
 from doll.storage.deltas import Layout, changes
 from doll.storage.differences import RowChanges
-from doll.storage.reads_ahead import ReadsAhead, in_thread
+from doll.storage.reads_ahead import ReadsAhead
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

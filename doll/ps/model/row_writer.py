@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final, NamedTuple
 
+from doll.process.threads import in_thread
 from doll.ps.tables.store import TableStore
 from doll.storage.blobs import Blobs, Buffer, followed_key, row_changes_key
-from doll.storage.reads_ahead import in_thread
 from doll.storage.row_changes import FOLLOWED_S, WORD_LIVES_S, RowChanges, encode_row_changes
 from doll.telemetry import get_logger
 

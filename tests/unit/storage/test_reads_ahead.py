@@ -6,7 +6,8 @@ import threading
 
 import pytest
 from doll.errors import ServiceUnavailableError
-from doll.storage.reads_ahead import ReadsAhead, in_thread
+from doll.process.threads import in_thread
+from doll.storage.reads_ahead import ReadsAhead
 
 WAIT_S = 30.0
 
