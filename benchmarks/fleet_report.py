@@ -176,9 +176,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def faults_line(row: Row) -> str:
     """How the fleet started, and how long updates paused after each fault."""
-    return (
+    begin = (
         f"{row.fleet.workers} workers, {row.fleet.policy}, control {row.fleet.control}: all joined "
-        f"{row.joined_s:.1f} s after the start, first update {row.first_update_s:.1f} s. A worker lost: updates paused "
+        f"{row.joined_s:.1f} s after the start, first update {row.first_update_s:.1f} s. "
+    )
+    if "kills" in row.faults:
+        return begin + (
+            f"Then {row.faults['kills']:g} kills in {row.faults['kills_s']:.0f} s, of the server and of a process of "
+            f"workers in turns: {row.faults['batches_per_s_with_kills']:,.0f} batches/s; updates paused at most "
+            f"{row.faults['ps_killed_pause_s']:.1f} s and {row.faults.get('stubs_killed_pause_s', 0.0):.1f} s."
+        )
+    return begin + (
+        "A worker lost: updates paused "
         f"{row.faults['worker_lost_pause_s']:.1f} s (lease {LEASE_S:g} s). Server killed: successor open after "
         f"{row.faults['server_open_s']:.1f} s, next update after {row.faults['server_pause_s']:.1f} s."
     )

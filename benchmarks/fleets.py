@@ -3,7 +3,8 @@
 Stub workers (`benchmarks.stub_workers`) speak the real protocol with the real server, Kafka and Redis; the stream never
 runs dry and a gradient is a pause. Shows how many batches and updates per second the server carries, what each costs,
 and what is busy where it carries no more. `--profile` adds what the server's loop does with its time, `--faults` a
-worker that is lost and a server that is killed. See docs/benchmarks.md.
+worker that is lost and a server that is killed, `--kills` servers and processes of workers that are killed, in turns,
+during the run, and start again. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from benchmarks.results import DOCS, RESULTS, commit, update_section
 WORKERS_PER_PROCESS = 64
 START_S = 600.0  # a thousand clients that connect to one broker on two cores take minutes
 FAULT_S = 60.0
+STUBS = "benchmarks.stub_workers:stub_workers"
+SERVER = "benchmarks.stub_workers:clocked_ps"
 MARK = "fleets"
 COMMAND = 'make bench-fleets BENCH="--control kafka,redis,local --faults --profile --docs"'
 
@@ -49,8 +52,9 @@ class FleetBench(Bench):
     """`Bench` that runs fleets of stub workers."""
 
     def run_fleet(
-        self, fleet: Fleet, *, warm_s: float, seconds: float, profile: Path | None = None, faults: bool = False
-    ) -> Row:
+        self, fleet: Fleet, *, warm_s: float, seconds: float, profile: Path | None = None, faults: bool = False,
+        kills: int = 0, kills_s: float = 1800.0,
+    ) -> Row:  # fmt: skip
         """One run, from the start of its server to its end.
 
         Raises:
@@ -64,8 +68,9 @@ class FleetBench(Bench):
         args = self._write_job(config, run)
         after_term = read_lineage(config, self.stack.services).newest_term
         fresh = {AFTER_TERM_ENV: str(after_term)}
-        if faults:  # a server that resumes checks that the log reaches as far as the model
-            self._fill_log(config, round(fleet.offered / fleet.workers * (seconds + 2 * FAULT_S)))
+        if faults or kills:  # a server that resumes checks that the log reaches as far as the model
+            more_s = kills_s if kills else 2 * FAULT_S
+            self._fill_log(config, round(fleet.offered / fleet.workers * (seconds + more_s)))
         wanted = (config.topic("updates"), config.topic("metrics"))
         roles: list[Role] = []
         with Tail(config, self.stack.services, wanted, from_now_on=True) as tail:
@@ -74,10 +79,13 @@ class FleetBench(Bench):
             ps_args = [*args, str(clock), "" if profile is None else str(profile)]
             try:
                 # The last worker has a process of its own: it is the one that a fault kills.
-                for first, until in shares(fleet.workers, faults):
-                    stub_args = [*args, first, until, fleet.compute_s, after_term]
-                    roles.append(self.start(f"stubs-{first}", "benchmarks.stub_workers:stub_workers", stub_args))
-                server = self.start("ps", "benchmarks.stub_workers:clocked_ps", ps_args, fresh)
+                stub_args = {
+                    f"stubs-{first}": [*args, first, until, fleet.compute_s, after_term]
+                    for first, until in shares(fleet.workers, faults)
+                }
+                for name in stub_args:
+                    roles.append(self.start(name, STUBS, stub_args[name]))
+                server = self.start("ps", SERVER, ps_args, fresh)
                 roles.append(server)
                 watch.wait(lambda: watch.terms == 1 and _ready(run, roles), roles, START_S)
                 (run / "go").touch()
@@ -91,6 +99,10 @@ class FleetBench(Bench):
                 watch.idle(seconds, roles)
                 usage, end_s = sampler.read(), time.monotonic()
                 outcome = self._break(watch, roles, server, args, run, fresh) if faults else {}
+                if kills:
+                    starts_of: dict[str, Any] = {"ps": (SERVER, [*args, str(run / "clock-2"), ""], fresh)}
+                    starts_of |= {name: (STUBS, stub_args[name], {}) for name in stub_args}
+                    outcome = self._kill_in_turns(watch, roles, starts_of, fleet.workers, kills, kills_s / kills)
                 [last for last in roles if last.name == "ps"][-1].send_signal(signal.SIGINT)
                 watch.wait(lambda: watch.finished, roles, START_S)
                 for role in roles:
@@ -124,12 +136,46 @@ class FleetBench(Bench):
         killed_s, terms = time.time(), watch.terms
         server.kill()
         roles.remove(server)
-        successor = self.start("ps", "benchmarks.stub_workers:clocked_ps", [*args, str(run / "clock-2"), ""], env)
+        successor = self.start("ps", SERVER, [*args, str(run / "clock-2"), ""], env)
         roles.append(successor)
         watch.wait(lambda: watch.terms > terms, roles, FAULT_S)
         opened_s = time.time() - killed_s
         watch.wait(lambda: watch.update_term == watch.term, roles, FAULT_S)
         return {"worker_lost_pause_s": gaps, "server_open_s": opened_s, "server_pause_s": watch.update_s - killed_s}
+
+    def _kill_in_turns(
+        self, watch: _Watch, roles: list[Role], starts: dict[str, Any], workers: int, kills: int, every_s: float
+    ) -> dict[str, float]:
+        """Kill the server and a process of workers in turns, start each again, and wait until all workers are live.
+
+        Pauses are the longest time without an update; the rate is that of batches in the model.
+        """
+        begun_s, begun_batches = watch.update_s, watch.updates[-1][1].batches_total
+        pauses: dict[str, list[float]] = {"ps": [], "stubs": []}
+        stubs = itertools.cycle([name for name in starts if name != "ps"])
+        for number in range(kills):
+            name = "ps" if number % 2 == 0 else next(stubs)
+            (place,) = (at for at, role in enumerate(roles) if role.name == name)
+            killed_s, killed_at_s = time.time(), time.monotonic()
+            roles[place].kill()
+            roles[place] = self.start(name, *starts[name])
+
+            def is_whole(since_s: float = killed_at_s + 2 * LEASE_S, killed_s: float = killed_s) -> bool:
+                at_s, live = watch.live[-1]
+                return at_s > since_s and live == workers and watch.update_s > killed_s
+
+            watch.wait(is_whole, roles, START_S)
+            now_s = time.time()
+            pauses[name[:5]].append(watch.longest_gap_s(killed_s, now_s))
+            self._say(
+                f"kill {number + 1} of {kills}: {name}; no update for {pauses[name[:5]][-1]:.1f} s, all workers after "
+                f"{now_s - killed_s:.1f} s"
+            )
+            watch.idle(max(0.0, every_s - (now_s - killed_s)), roles)
+        seconds = watch.update_s - begun_s
+        rate = (watch.updates[-1][1].batches_total - begun_batches) / seconds
+        longest = {f"{name}_killed_pause_s": max(times) for name, times in pauses.items() if times}
+        return {**longest, "kills": kills, "kills_s": seconds, "batches_per_s_with_kills": rate}
 
 
 class _Watch:
@@ -270,6 +316,7 @@ class _Run:
     fleet: Fleet
     faults: bool = False
     profile: bool = False
+    kills: int = 0
 
 
 def _runs(args: argparse.Namespace) -> Iterable[_Run]:
@@ -277,7 +324,7 @@ def _runs(args: argparse.Namespace) -> Iterable[_Run]:
     sizes = [int(word) for word in args.workers.split(",")]
     for control, blobs in itertools.product(args.control.split(","), args.blobs.split(",")):
         for size, policy in itertools.product(sizes, args.policies.split(",")):
-            yield _Run(Fleet(size, policy, args.compute_ms / 1e3, blobs, control))
+            yield _Run(Fleet(size, policy, args.compute_ms / 1e3, blobs, control), kills=args.kills)
         largest = Fleet(max(sizes), "doll K=N", args.compute_ms / 1e3, blobs, control)
         if args.faults:
             yield _Run(largest, faults=True)
@@ -296,6 +343,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm-s", type=float, default=5.0, help="before it, after the first update; default 5")
     parser.add_argument("--profile", action="store_true", help="profile the server's loop in a run of its own")
     parser.add_argument("--faults", action="store_true", help="lose a worker, then the server, in a run of its own")
+    parser.add_argument("--kills", type=int, default=0, help="server and workers in turns, afterwards; default 0")
+    parser.add_argument("--kills-s", type=float, default=1800.0, help="for this long; default 1800")
     parser.add_argument("--docs", action="store_true", help="write the section of docs/benchmarks.md")
     args = parser.parse_args(argv)
     if unknown := set(args.policies.split(",")) - POLICIES.keys():
@@ -316,8 +365,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             profile = path.with_name(f"{path.stem}-{number}.pstats") if run.profile else None
             try:
                 row = bench.run_fleet(
-                    run.fleet, warm_s=args.warm_s, seconds=args.seconds, profile=profile, faults=run.faults
-                )
+                    run.fleet, warm_s=args.warm_s, seconds=args.seconds, profile=profile, faults=run.faults,
+                    kills=run.kills, kills_s=args.kills_s,
+                )  # fmt: skip
             except (KeyboardInterrupt, RuntimeError, DollError) as exc:
                 failed = True
                 say(f"{run}: {type(exc).__name__} {exc}")
