@@ -45,6 +45,8 @@ from doll.storage.stores import open_blobs
 _SPREAD: Final = 0.1  # of the compute time: uniform, plus or minus
 # Machines do not boot in the same second either: a broker that all of them ask at once answers few of them in time.
 _JOINS_AT_ONCE: Final = 4
+# Workers have machines of their own: their clients' thousands of threads must not take the server's turn.
+_NICENESS: Final = 10
 _POLL_S: Final = 0.01  # for the file that starts all processes at once
 _CLOCK_S: Final = 0.5
 
@@ -243,6 +245,7 @@ def stub_workers(
 
     Writes `joined-<first>.json`: the monotonic time at which each worker had its Welcome.
     """
+    os.nice(_NICENESS)
     config, folder = load(Path(job_path)), Path(run_folder)
     services = Services(kafka, redis, os.environ.get(BLOBS_ENV, ""))
     process = StubProcess(config, services, compute_s, after_term)
