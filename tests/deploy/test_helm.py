@@ -109,6 +109,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube_cluster.K
         {"server": {"standby": False, "fresh": True}, "metrics": {"enabled": False}, "evaluator": {"enabled": False}},
         {"checkpoints": {"existingClaim": "shared"}, "networkPolicy": {"enabled": False}},
         {"serve": {"enabled": True, "args": ["--split", "stable=95,latest=5"]}},
+        {"provisioner": {"enabled": False}, "queue": {"name": "spot"}, "workers": {"queue": {"minWorkers": 1}}},
         {"job": {**VALUES["job"], "data": {"workers": 4, "join": JOIN}}},
     ],
 )
@@ -271,6 +272,29 @@ def test_labels_annotations_and_a_digest_reach_the_pods(tmp_path: Path) -> None:
         assert "kueue.x-k8s.io/queue-name" not in metadata["labels"]
 
 
+def test_jobs_and_workers_wait_in_the_queues_that_are_set_for_them(tmp_path: Path) -> None:
+    def queue_of(labels: dict[str, str]) -> tuple[str | None, str | None]:
+        return labels.get("kueue.x-k8s.io/queue-name"), labels.get("kueue.x-k8s.io/priority-class")
+
+    queue = {"name": "roles", "priorityClass": "high"}
+    documents = rendered(tmp_path, queue=queue, workers={"queue": {"name": "spot"}})
+    pod = yaml.safe_load(named(documents, "ConfigMap")["digits-job"]["data"]["worker-pod.yaml"])
+    assert queue_of(pod["metadata"]["labels"]) == ("spot", "high")
+    for job in named(documents, "Job").values():
+        assert queue_of(job["metadata"]["labels"]) == ("roles", "high")
+        assert queue_of(job["spec"]["template"]["metadata"]["labels"]) == (None, None)
+    for role in named(documents, "Deployment").values():
+        assert queue_of(role["metadata"]["labels"]) == (None, None)
+
+    fewer = {"queue": {"name": "spot", "minWorkers": 2}}
+    documents = rendered(tmp_path, queue=queue, workers=fewer, provisioner={"enabled": False})
+    jobs = {job["metadata"]["labels"]["app.kubernetes.io/component"]: job for job in named(documents, "Job").values()}
+    assert queue_of(jobs["worker"]["metadata"]["labels"]) == ("spot", "high")
+    assert jobs["worker"]["metadata"]["annotations"]["kueue.x-k8s.io/job-min-parallelism"] == "2"
+    assert queue_of(jobs["server"]["metadata"]["labels"]) == ("roles", "high")
+    assert "annotations" not in jobs["server"]["metadata"]
+
+
 def test_a_job_replaces_a_server_that_was_evicted_and_not_one_that_has_ended(
     tmp_path: Path, cluster: kube_cluster.KubeCluster
 ) -> None:
@@ -323,6 +347,8 @@ def test_a_job_replaces_a_server_that_was_evicted_and_not_one_that_has_ended(
         ({"worker": {}}, "worker"),
         ({"env": {"A": 1}}, "env"),
         ({"image": {"digest": "1"}}, "digest"),
+        ({"queue": {"name": "Spot queue"}}, "queue"),
+        ({"workers": {"queue": {"min": 1}}}, "queue"),
     ],
 )
 def test_wrong_values_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

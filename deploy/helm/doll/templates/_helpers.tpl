@@ -29,6 +29,20 @@ app.kubernetes.io/component: {{ .role }}
 kubectl -n {{ .root.Release.Namespace }} exec $(kubectl -n {{ .root.Release.Namespace }} get pods -o name -l app.kubernetes.io/instance={{ .root.Release.Name }},app.kubernetes.io/component={{ .role }} | head -n 1) -- doll
 {{- end }}
 
+{{- /* Labels with which Kueue admits a Job, or a pod of a worker, from a queue. */ -}}
+{{- define "doll.queueLabels" -}}
+{{- $labels := dict }}
+{{- with .name }}
+{{- $_ := set $labels "kueue.x-k8s.io/queue-name" . }}
+{{- end }}
+{{- with .priorityClass }}
+{{- $_ := set $labels "kueue.x-k8s.io/priority-class" . }}
+{{- end }}
+{{- with $labels }}
+{{- toYaml . }}
+{{- end }}
+{{- end }}
+
 {{- /* What users put on the pods of a role, and on all: a Kueue queue, karpenter.sh/do-not-disrupt. */ -}}
 {{- define "doll.podLabels" -}}
 {{- toYaml (merge (dict "app.kubernetes.io/component" .role) (include "doll.labels" .root | fromYaml) (.values.podLabels | default dict) .root.Values.podLabels) }}
