@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import doll.storage.checkpoints
+import doll.storage.differences
 import numpy as np
 import pytest
 import structlog
@@ -26,7 +27,7 @@ NUM_ROWS, WIDTH = 6000, 5
 
 @pytest.fixture(autouse=True)
 def small_bases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doll.storage.checkpoints, "_MIN_BASE_BYTES", 0)
+    monkeypatch.setattr(doll.storage.differences, "MIN_BASE_BYTES", 0)
 
 
 class Model:
@@ -136,7 +137,7 @@ def test_a_whole_one_is_due_after_many_differences() -> None:
 
 
 def test_a_small_checkpoint_is_whole(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doll.storage.checkpoints, "_MIN_BASE_BYTES", 1 << 20)
+    monkeypatch.setattr(doll.storage.differences, "MIN_BASE_BYTES", 1 << 20)
     saved(kit.store, 3, 3)
     assert is_whole(kit.store, 2)
 
@@ -304,7 +305,7 @@ def test_a_crash_leaves_a_readable_newest_checkpoint(
 ) -> None:
     """After each step of each save, what is in the folder is what a process that dies there leaves."""
     store = FileCheckpointStore(tmp_path, "digits")
-    monkeypatch.setattr(doll.storage.checkpoints, "_MIN_BASE_BYTES", 0)
+    monkeypatch.setattr(doll.storage.differences, "MIN_BASE_BYTES", 0)
     model, newest = Model(), dict[int, Checkpoint]()
 
     def look(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
