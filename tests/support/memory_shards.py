@@ -99,8 +99,7 @@ class MemoryServerEnd:
         return data
 
     def _is_served(self) -> bool:
-        """Whether a process of the shard is there, which serves this server after it has begun."""
-        return bool(self._server in self._pipe.alive.values() if self._has_begun else self._pipe.alive)
+        return self._has_begun and self._server in self._pipe.alive.values()
 
     def receive_part(self, timeout_s: float) -> bytes | None:
         with self._pipe.waited_for():

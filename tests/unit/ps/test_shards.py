@@ -114,14 +114,17 @@ class ShardedWorld(World):
             self.happened["lags"] += 1
 
     def _make_engine(self) -> Engine:
-        self.is_beginning = True
         self.threads.revive()
         model = build(self.config, self.task)
         tables = None if model.tables is None else model.tables.shapes
-        self.host = self.threads.host(self.term, model.slices, tables=tables)
         place = None if self.saved is None else (self.saved.term, self.saved.version)
-        assert self.host.begin(fingerprint(self.config, model), place, lambda: False)
-        self.is_beginning = False
+        self.is_beginning = True
+        while self.is_beginning:
+            self.host = self.threads.host(self.term, model.slices, tables=tables)
+            try:
+                self.is_beginning = not self.host.begin(fingerprint(self.config, model), place, lambda: False)
+            except ShardLostError:
+                self.term += 1
         self._num_parameters = model.num_parameters
         if self.saved is None:
             start = Start(self.term, self.now, (0,) * self._partitions_at_start)
@@ -194,7 +197,7 @@ def test_the_model_is_the_sum_of_its_batches_while_shards_are_lost(policy: str) 
         world.threads.close()
         counts += world.counts + world.happened + world.store.counts
         assert not counts["parts that differ"] + counts["parts that cannot be read"], f"{policy!r}, seed {seed}"
-    print("COUNTS", policy, {k: counts[k] for k in ("updates","shards lost","lags","checkpoints","differential parts","back at once")})
+    import sys; print("COUNTS", policy, {k: counts[k] for k in ("updates","shards lost","lags","checkpoints","differential parts","back at once")}, file=sys.__stderr__, flush=True)
     assert min(counts["updates"], counts["shards lost"], counts["lags"]) > 0, counts
 
 
