@@ -48,7 +48,7 @@ def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = Fal
 def recorded_partitions(store: CheckpointStore) -> int | None:
     """Return the number of partitions that the job of these checkpoints reads; None if no checkpoint contains it. Raise
     CheckpointError if the store cannot be read."""
-    checkpoint = store.load_newest(None)
+    checkpoint = store.load_newest_state()
     counts = None if checkpoint is None else decode_counts(checkpoint.state)
     return None if counts is None else len(counts.origins)
 
@@ -90,7 +90,7 @@ def admit(config: JobConfig, services: Services, store: CheckpointStore, locatio
     if lineage.newest_term > versions[-1][0]:
         # The newest term belongs to a later run, or to a server of this run whose checkpoints are not in the store.
         lineage = read_lineage(config, services)
-        checkpoint = store.load_newest(None)
+        checkpoint = store.load_newest_state()
         if checkpoint is not None:
             refuse_later_run(config, services, lineage, read_counts(config, checkpoint.state).generation, location)
             _refuse_abandoned(config, services, lineage, checkpoint, location)

@@ -50,7 +50,7 @@ def audit(config: JobConfig, services: Services, store: CheckpointStore) -> Ledg
     another job, is unreadable, or does not fit the job file."""
     topics.check(config, services)
     for rounds in range(1, _ATTEMPTS + 1):
-        checkpoint = store.load_newest(None)
+        checkpoint = store.load_newest_state()
         report = _audit_once(config, services, checkpoint, store.location)
         newest = store.versions()[-1:]
         unchanged = newest == ([] if checkpoint is None else [(checkpoint.term, checkpoint.version)])

@@ -103,7 +103,7 @@ def dead_records(
         CheckpointError: the checkpoint cannot be read.
     """
     topics.check(config, services)
-    checkpoint = store.load_newest(None)
+    checkpoint = store.load_newest_state()
     with RangeReader(config, services) as reader:
         ledger, generation = build_ledger(config, reader, checkpoint)
         letters = generation.letters(reader.records(config.topic("dead"), (DeadLetter,)))

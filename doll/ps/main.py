@@ -175,7 +175,7 @@ class _Launch:
     def _newest(self) -> Checkpoint | None:
         """Return the newest checkpoint. If the model has shards, it has no tensors, unless an event log needs them."""
         is_whole = len(self._model.slices) == 1 or self._config.checkpoint.event_log
-        checkpoint = self._store.load_newest(self._fingerprint, with_parts=is_whole)
+        checkpoint = self._store.load_newest(self._fingerprint, in_place=not is_whole, with_parts=is_whole)
         return checkpoint if checkpoint is None or is_whole else dataclasses.replace(checkpoint, tensors={})
 
     def _finished(self, newest: Checkpoint) -> str | None:

@@ -106,7 +106,7 @@ def regrid(
 
 def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Checkpoint, RegridOutcome]:
     """Return the checkpoint that begins the new grid, unsaved. It has passed the checks of the next server."""
-    before = store.load_newest(None)
+    before = store.load_newest(None, in_place=True)
     if before is None:
         raise ConfigError(
             f"no checkpoint of job {config.job} in {store.location}: expected one to go on from; if the job has not "

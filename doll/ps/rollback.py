@@ -90,7 +90,7 @@ def rollback(config: JobConfig, store: CheckpointStore, to: int, *, skip: bool, 
 def _begin(
     config: JobConfig, store: CheckpointStore, to: int, *, skip: bool, term: int
 ) -> tuple[Checkpoint, RollbackOutcome]:
-    newest, then = store.load_newest(None), store.load_newest(None, to)
+    newest, then = store.load_newest_state(), store.load_newest(None, to, in_place=True)
     if newest is None or then is None:
         raise VersionUnknownError(f"no checkpoint of job {config.job} in {store.location}: expected one to go back to")
     if newest.version <= to:

@@ -117,11 +117,11 @@ class TermOpener:
         """Return the tensors of this slice in a checkpoint, also if it has other parts, or none."""
         try:
             head = self._store.read_head(*place)
-        except VersionUnknownError as exc:  # the newest checkpoint is not deleted, except by a person
+            if len(head.parts) == len(model.slices):
+                return self._store.read_part(*place, head.parts[number]).tensors
+        except (VersionUnknownError, FileNotFoundError) as exc:  # only a person deletes the newest checkpoint
             raise CheckpointError(str(exc)) from exc
-        if len(head.parts) == len(model.slices):
-            return self._store.read_part(*place, head.parts[number]).tensors
-        checkpoint = self._store.load_newest(None, place[1])
+        checkpoint = self._store.load_newest(None, place[1], in_place=True)
         if checkpoint is None or checkpoint.term != place[0]:
             raise CheckpointError(f"expected the checkpoint of term {place[0]}, version {place[1]}, got another one")
         tables = () if model.tables is None else model.tables.shapes

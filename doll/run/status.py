@@ -250,7 +250,7 @@ def history_of(target: Target, tail: Tail) -> list[AnyRecord]:
 def generation_of(target: Target) -> int | None:
     """Return the generation of a run folder, by its newest checkpoint. Return None if there is no checkpoint, or if
     `target` is a job file. Raise CheckpointError if the checkpoint cannot be read or does not fit the job file."""
-    checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.is_run_folder else None
+    checkpoint = open_store(target.config, target.run.path).load_newest_state() if target.is_run_folder else None
     return None if checkpoint is None else read_counts(target.config, checkpoint.state).generation
 
 

@@ -107,7 +107,7 @@ def settle_locked(run: RunFolder) -> None:
     if not run.next_job.exists():
         return
     wanted = load(run.next_job)
-    checkpoint = open_store(wanted, run.path).load_newest(None)
+    checkpoint = open_store(wanted, run.path).load_newest_state()
     saved = {} if checkpoint is None else fingerprint.without_model(fingerprint.parse(checkpoint.fingerprint))
     if checkpoint is not None and saved == fingerprint.job_fields(wanted):
         counts = decode_counts(checkpoint.state)

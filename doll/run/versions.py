@@ -68,7 +68,7 @@ def show_version(target: Target, name: str) -> VersionLine:
 
 
 def _line(store: CheckpointStore, version: int, records: VersionRecords) -> VersionLine:
-    whole = store.load_newest(None, version, in_place=True)
+    whole = store.load_newest(None, version, in_place=True, with_parts=False)
     item = next((item for item in store.stored() if whole is not None and item.key == (whole.term, version)), None)
     if item is None:
         resolve_version(store, str(version))  # raises an error that lists the existing versions
@@ -86,7 +86,7 @@ def diff_versions(target: Target, a: str, b: str) -> VersionDiff:
     store, records = open_store(target.config, target.run.path), job_records(target)
     versions = [resolve_version(store, name) for name in (a, b)]
     lines = [_line(store, version, records) for version in versions]
-    before, after = (store.load_newest(None, version) for version in versions)
+    before, after = (store.load_newest(None, version, in_place=True) for version in versions)
     return VersionDiff(
         a=lines[0], b=lines[1], changes=changes_between(*lines),
         distances=_distances(_tensors(before), _tensors(after)),

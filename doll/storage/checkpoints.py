@@ -10,7 +10,8 @@ If the model has shards, each of them stores its tensors as a part: a file of th
 after its parts. It has no tensors, and names the checksums of its parts (docs/decisions/0141).
 
 A checkpoint with schema version 3 is differential: of tensors with rows it has only the rows that have changed since a
-whole checkpoint, its base. The stores combine both, so that readers always get all rows (docs/decisions/0138).
+whole checkpoint, its base. The stores combine both, so that readers always get all rows (docs/decisions/0138). Parts
+of shards can be differential, too: all with the same base, of which each refers to its own part.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ log = get_logger(__name__)
 MAGIC: Final = b"DLCK"
 SCHEMA_VERSION: Final = 2
 DIFFERENTIAL: Final = 3  # schema version of a differential checkpoint, which earlier releases refuse
-_MIN_BASE_BYTES: Final = 1 << 20  # a smaller checkpoint is always whole: it costs little
 _PREFIX: Final = struct.Struct("<4sB3xQ")
 _DIGEST_BYTES: Final = 32
 _READ_ATTEMPTS: Final = 5  # a running server may delete checkpoints that a tool has just listed
 _MARK_ATTEMPTS: Final = 50
 _HEAD_BYTES: Final = 65_536  # most heads are shorter
+_HASHED_BYTES: Final = 64 << 20  # of a mapped file that are in memory at once
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{8,})-(\d{10,})\.doll")
 _CLAIM: Final = re.compile(r"term-(\d+)\.claim")
@@ -86,13 +87,22 @@ _NO_PATCHES: Final[Mapping[str, Patch]] = {}
 _NAMED_DTYPES: Final = {name: dtype for dtype, name in _DTYPES.items()}
 
 
-class CheckpointPart(msgspec.Struct, frozen=True):
-    """The part of a checkpoint that one shard has stored, `number` of `count`. `checksum`: the end of its file."""
+class CheckpointPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The part of a checkpoint that one shard has stored, `number` of `count`.
+
+    Attributes:
+        checksum: the end of its file.
+        base: version of the checkpoint whose part it needs, because it has only the rows that have changed since; None:
+            it is whole.
+        whole_bytes: size of all rows of all tensors, if it is not whole.
+    """
 
     number: int
     count: int
     size_bytes: int
     checksum: bytes
+    base: int | None = None
+    whole_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +122,10 @@ class Checkpoint:
     sliced: tuple[str, ...] = ()  # in a part: the tensors of which it has a slice; it has the others whole
     row_slices_of: tuple[str, ...] = ()  # in a part: the tables of which it has some rows (`doll.tables.row_slices`)
     changes: RowChanges | None = None  # which rows have changed; None: unknown, so the checkpoint is stored whole
+
+
+class BaseDeletedError(CheckpointError):
+    """The base of a checkpoint was deleted before the checkpoint was stored."""
 
 
 class DamagedError(CheckpointError):
@@ -141,6 +155,11 @@ class CheckpointHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     patches: dict[str, Patch] = {}  # by name, the tensors of which only changed rows are stored
     whole_bytes: _Count = 0  # size of all rows of all tensors of a differential checkpoint
 
+    @property
+    def base_version(self) -> int | None:
+        """Version of the base of this checkpoint, or of its parts; None: all is whole."""
+        return _base_version(self.base, self.parts)
+
 
 class _TensorHead(msgspec.Struct, frozen=True):
     dtype: str
@@ -157,6 +176,10 @@ class EncodedCheckpoint(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return sum(map(len, self.parts))
+
+
+def _base_version(base: BaseReference | None, parts: Iterable[CheckpointPart]) -> int | None:
+    return next((part.base for part in parts if part.base is not None), None) if base is None else base.version
 
 
 def encode_checkpoint(
@@ -189,7 +212,7 @@ def encode_checkpoint(
             whole_bytes=whole_bytes,
         )
     )
-    schema = SCHEMA_VERSION if base is None else DIFFERENTIAL
+    schema = SCHEMA_VERSION if _base_version(base, checkpoint.parts) is None else DIFFERENTIAL
     parts = [_PREFIX.pack(MAGIC, schema, len(head)), head, checkpoint.state, *tensors]
     digest = hashlib.sha256()
     for part in parts:
@@ -246,7 +269,7 @@ def _decode(data: bytes | mmap.mmap, *, in_place: bool, writable: bool = False) 
     if len(data) < _PREFIX.size + _DIGEST_BYTES:
         raise DamagedError(f"expected a checkpoint, got {len(data)} bytes")
     view = memoryview(data)
-    if hashlib.sha256(view[:-_DIGEST_BYTES]).digest() != view[-_DIGEST_BYTES:]:
+    if _sha256(data, len(data) - _DIGEST_BYTES) != view[-_DIGEST_BYTES:]:
         raise DamagedError("the checksum does not match: torn or changed")
     head_bytes = _length_of_head(data)
     try:
@@ -281,6 +304,16 @@ def _decode(data: bytes | mmap.mmap, *, in_place: bool, writable: bool = False) 
         row_slices_of=head.row_slices_of,
     )
     return checkpoint, head
+
+
+def _sha256(data: bytes | mmap.mmap, size: int) -> bytes:
+    """Return the SHA-256 of the first `size` bytes. Pages of a mapped file leave this process's memory."""
+    digest, view = hashlib.sha256(), memoryview(data)
+    for start in range(0, size, _HASHED_BYTES):
+        digest.update(view[start : min(start + _HASHED_BYTES, size)])
+        if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            data.madvise(mmap.MADV_DONTNEED, start, min(_HASHED_BYTES, len(data) - start))
+    return digest.digest()
 
 
 def _tensors_in(body: memoryview) -> dict[str, npt.NDArray[Any]]:
@@ -374,26 +407,35 @@ class CheckpointStore(ABC):
         """Store `checkpoint` completely or not at all; it is durable on return. Raise FencedError if a higher term was
         claimed. Raise CheckpointError if it belongs to another job, or this term has saved a higher version."""
 
-    def save_part(self, checkpoint: Checkpoint, number: int, count: int) -> CheckpointPart:
+    def save_part(
+        self, checkpoint: Checkpoint, number: int, count: int, base: BaseReference | None = None
+    ) -> CheckpointPart:
         """Store the tensors of one shard, `number` of `count`, before the checkpoint that names them is saved. Raises
-        the errors of `save`."""
+        the errors of `save`.
+
+        `base`: the same shard's part of a whole checkpoint. Only the rows that have changed since are stored, if they
+        have fewer bytes than all rows. The same arguments make the same bytes.
+        """
         self._check_owner(checkpoint)
-        data = encode_checkpoint(checkpoint)
-        self._write_part(part_name(checkpoint.term, checkpoint.version, number, count), data, checkpoint)
-        return CheckpointPart(number, count, sum(map(len, data)), bytes(data[-1]))
+        whole_bytes = _num_bytes(checkpoint.tensors)
+        encoded = _encoded(checkpoint, base, lambda num_bytes: num_bytes < whole_bytes)
+        self._write_part(part_name(checkpoint.term, checkpoint.version, number, count), encoded.parts, checkpoint)
+        checksum = bytes(encoded.parts[-1])
+        if encoded.base is None:
+            return CheckpointPart(number, count, encoded.num_bytes, checksum)
+        return CheckpointPart(number, count, encoded.num_bytes, checksum, encoded.base.version, whole_bytes)
 
     def read_part(self, term: int, version: int, part: CheckpointPart) -> Checkpoint:
-        """Return a part of a checkpoint. Raise DamagedError if it is missing, damaged, or not the one that was
-        stored for this checkpoint."""
-        name = part_name(term, version, part.number, part.count)
+        """Return a part of a checkpoint with all rows, as `load_newest` with `in_place`. Raise DamagedError if it or
+        its base is missing, damaged, or not the one that was stored for this checkpoint, and FileNotFoundError if the
+        checkpoint was deleted meanwhile."""
+        name = _file_name(term, version, part)
         try:
-            data = self._read_file(name)
+            return self._load(term, version, in_place=True, part=part)
         except FileNotFoundError:
+            if (term, version) not in self.versions():
+                raise
             raise DamagedError(f"{name} is missing") from None
-        if data[-_DIGEST_BYTES:] != part.checksum:
-            raise DamagedError(f"{name} is not the part that was stored for this checkpoint")
-        try:
-            return decode_checkpoint(data)
         except DamagedError as exc:
             raise DamagedError(f"{name}: {exc}") from exc
 
@@ -402,8 +444,9 @@ class CheckpointStore(ABC):
         """Durably store a file beside the checkpoints, if `save` would accept the checkpoint."""
 
     @abstractmethod
-    def _read_file(self, name: str) -> bytes:
-        """Return the bytes of a file beside the checkpoints. Raise FileNotFoundError if it does not exist."""
+    def _read_file(self, name: str, size: int | None = None) -> bytes:
+        """Return the bytes of a checkpoint or of a file beside it, or the first `size`. Raise FileNotFoundError if it
+        does not exist (any more)."""
 
     @abstractmethod
     def versions(self) -> list[tuple[int, int]]:
@@ -419,15 +462,11 @@ class CheckpointStore(ABC):
         cannot be deleted or is the base of another one that stays, and ValueError if the newest checkpoint is among
         them."""
 
-    @abstractmethod
-    def _read(self, term: int, version: int, size: int | None = None) -> bytes:
-        """Return the bytes of a checkpoint, or the first `size`. Raise FileNotFoundError if it was deleted
-        meanwhile."""
-
-    def _map(self, term: int, version: int, access: int = mmap.ACCESS_READ) -> mmap.mmap:
-        """Return the bytes of a checkpoint as a mapped file, read when used. Raises the errors of `_read`."""
+    def _map(self, name: str, access: int) -> mmap.mmap:
+        """Return the bytes of `_read_file` as a mapped file, read when used. Raises its errors, and ValueError if the
+        file is empty."""
         with tempfile.TemporaryFile() as file:
-            file.write(self._read(term, version))
+            file.write(self._read_file(name))
             file.flush()
             return mmap.mmap(file.fileno(), 0, access=access)
 
@@ -457,7 +496,7 @@ class CheckpointStore(ABC):
             new = after.added_since(before)
             self._require_kept(after, new)
             for version in new:
-                self.load_newest(None, version, in_place=True)
+                self.load_newest(None, version, in_place=True, with_parts=False)
             if after == before:
                 return before
             if self.replace_document(MARKS, encode_marks(after), known) is not None:
@@ -500,7 +539,7 @@ class CheckpointStore(ABC):
         size = _HEAD_BYTES
         name = f"{self.location}/{checkpoint_name(term, version)}"
         try:
-            while isinstance(head := decode_head(data := self._read(term, version, size)), int):
+            while isinstance(head := decode_head(data := self._read_file(checkpoint_name(term, version), size)), int):
                 if head <= size:
                     raise DamagedError(f"it ends after {len(data)} bytes")
                 size = head
@@ -514,7 +553,8 @@ class CheckpointStore(ABC):
     def whole_bytes(self, item: StoredVersion) -> int:
         """Return the size that the checkpoint has, or would have if it contained all rows. Raises the errors of
         `read_head`."""
-        return self.read_head(*item.key).whole_bytes or item.size_bytes
+        head = self.read_head(*item.key)
+        return (head.whole_bytes or item.size_bytes) + sum(part.whole_bytes or part.size_bytes for part in head.parts)
 
     def _obsolete(self, stored: Sequence[StoredVersion]) -> list[StoredVersion]:
         """Return the checkpoints of `stored` that may be deleted, the newest first, so that no base is deleted before
@@ -548,33 +588,25 @@ class CheckpointStore(ABC):
         """Return the bytes to save: the difference to the last whole checkpoint, if it is among the stored ones `held`
         and the difference is small enough."""
         base = self._base
-        if base is not None and checkpoint.changes is not None and base.key in held:
-            since = base.reference.version
-            if base.term == checkpoint.term and since < checkpoint.version:
-                changed = checkpoint.changes(since)
-                if base.is_worth(difference_bytes(checkpoint.tensors, changed)):
-                    tensors, patches = difference(checkpoint.tensors, changed)
-                    parts = encode_checkpoint(
-                        dataclasses.replace(checkpoint, tensors=tensors), base.reference, patches,
-                        sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
-                    )  # fmt: skip
-                    return EncodedCheckpoint(parts, base.reference)
-        return EncodedCheckpoint(encode_checkpoint(checkpoint))
+        if base is None or base.term != checkpoint.term or base.reference.version >= checkpoint.version:
+            return _encoded(checkpoint)
+        return _encoded(checkpoint, base.reference if base.key in held else None, base.is_worth)
 
     def _require_base(
         self, checkpoint: Checkpoint, encoded: EncodedCheckpoint, held: Iterable[tuple[int, int]]
     ) -> None:
-        """Raise CheckpointError if another process has deleted the base of `encoded` since it was made."""
-        if encoded.base is not None and (key := (checkpoint.term, encoded.base.version)) not in held:
-            raise CheckpointError(f"{self.location}/{checkpoint_name(*key)} was deleted: the next save is whole")
+        """Raise BaseDeletedError if another process has deleted the base of `encoded` since it was made."""
+        version = _base_version(encoded.base, checkpoint.parts)
+        if version is not None and (key := (checkpoint.term, version)) not in held:
+            raise BaseDeletedError(f"{self.location}/{checkpoint_name(*key)} was deleted: the next save is whole")
 
     def _note_saved(self, checkpoint: Checkpoint, encoded: EncodedCheckpoint) -> None:
         """Note that `checkpoint` is durable."""
-        self._bases[checkpoint.term, checkpoint.version] = None if encoded.base is None else encoded.base.version
+        self._bases[checkpoint.term, checkpoint.version] = _base_version(encoded.base, checkpoint.parts)
         num_bytes = encoded.num_bytes
         if encoded.base is not None and self._base is not None:
             self._base.note_difference(num_bytes)
-        elif checkpoint.changes is not None and num_bytes >= _MIN_BASE_BYTES:
+        elif checkpoint.changes is not None:
             reference = BaseReference(checkpoint.version, bytes(encoded.parts[-1]))
             self._base = Base(checkpoint.term, reference, num_bytes)
 
@@ -583,10 +615,9 @@ class CheckpointStore(ABC):
         CheckpointError if the store cannot be read."""
         if key not in self._bases:
             try:
-                base = self.read_head(*key).base
+                self._bases[key] = self.read_head(*key).base_version
             except (DamagedError, VersionUnknownError):
                 return -1
-            self._bases[key] = None if base is None else base.version
         return self._bases[key]
 
     def _bases_of(self, keys: Iterable[tuple[int, int]], *, among: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -618,6 +649,10 @@ class CheckpointStore(ABC):
         raise CheckpointError(
             f"checkpoints vanish from {self.location} while they are read: is something else deleting them?"
         )
+
+    def load_newest_state(self) -> Checkpoint | None:
+        """Return the same as `load_newest` for readers that need no tensors. No tensor takes memory."""
+        return self.load_newest(None, in_place=True, with_parts=False)
 
     def _newest_whole(
         self, fingerprint: str | None, wanted: int | None, in_place: bool, with_parts: bool
@@ -657,20 +692,23 @@ class CheckpointStore(ABC):
         parts = (self.read_part(checkpoint.term, checkpoint.version, part) for part in checkpoint.parts)
         if with_parts:
             tensors = joined(parts, _zeros_in_file if in_place else np.zeros)
-            return dataclasses.replace(checkpoint, tensors=tensors)
+            made = _frozen(tensors) if in_place else {name: np.require(t, None, "AW") for name, t in tensors.items()}
+            return dataclasses.replace(checkpoint, tensors=made)
         for _ in parts:  # one after the other, so that one at a time is in memory
             pass
         return checkpoint
 
-    def _load(self, term: int, version: int, in_place: bool) -> Checkpoint:
-        """Return a checkpoint with all rows. Raise DamagedError if it or its base is damaged, and FileNotFoundError if
-        it was deleted meanwhile."""
-        checkpoint, head, _ = self._decoded(term, version, in_place)
+    def _load(self, term: int, version: int, in_place: bool, part: CheckpointPart | None = None) -> Checkpoint:
+        """Return a checkpoint, or a part of it, with all rows. Raise DamagedError if it or its base is damaged, and
+        FileNotFoundError if it was deleted meanwhile."""
+        checkpoint, head, digest = self._decoded(term, version, in_place, part)
+        if part is not None and digest != part.checksum:
+            raise DamagedError("it is not the part that was stored for this checkpoint")
         if head.base is None:
             return checkpoint
-        name = checkpoint_name(term, head.base.version)
+        name = _file_name(term, head.base.version, part)
         try:
-            base, head_of_base, digest = self._decoded(term, head.base.version, in_place, is_patched=True)
+            base, head_of_base, digest = self._decoded(term, head.base.version, in_place, part, is_patched=True)
         except FileNotFoundError:
             if (term, version) not in self.versions():
                 raise
@@ -684,29 +722,25 @@ class CheckpointStore(ABC):
             tensors = patched(checkpoint.tensors, head.patches, base.tensors, make=make)
         except (KeyError, ValueError, MemoryError, OverflowError) as exc:
             raise DamagedError(f"the changed rows do not fit {name}: {type(exc).__name__}: {short(exc)}") from exc
-        if in_place:
-            for tensor in tensors.values():
-                tensor.flags.writeable = False
-        return dataclasses.replace(checkpoint, tensors=tensors)
+        return dataclasses.replace(checkpoint, tensors=_frozen(tensors) if in_place else tensors)
 
     def _decoded(
-        self, term: int, version: int, in_place: bool, *, is_patched: bool = False
+        self, term: int, version: int, in_place: bool, part: CheckpointPart | None, *, is_patched: bool = False
     ) -> tuple[Checkpoint, CheckpointHead, bytes]:
-        """Return a stored checkpoint, its head and its SHA-256. `is_patched`: its tensors are writable; writes do not
-        change the store."""
+        """Return a stored checkpoint or part, its head and its SHA-256. `is_patched`: its tensors are writable; writes
+        do not change the store."""
+        name = _file_name(term, version, part)
         data: bytes | mmap.mmap
         if in_place:
             try:
-                data = self._map(term, version, mmap.ACCESS_COPY if is_patched else mmap.ACCESS_READ)
+                data = self._map(name, mmap.ACCESS_COPY if is_patched else mmap.ACCESS_READ)
             except ValueError as exc:  # an empty file
                 raise DamagedError(str(exc)) from exc
         else:
-            data = self._read(term, version)
+            data = self._read_file(name)
         checkpoint, head = _decode(data, in_place=in_place, writable=is_patched)
-        if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            # The checksum has read the whole file, and few rows will be read again.
-            data.madvise(mmap.MADV_DONTNEED)
-            data.madvise(mmap.MADV_RANDOM)
+        if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+            data.madvise(mmap.MADV_RANDOM)  # few rows will be read
         if (checkpoint.term, checkpoint.version) != (term, version):
             raise DamagedError(f"it holds term {checkpoint.term}, version {checkpoint.version}: renamed")
         return checkpoint, head, bytes(data[-_DIGEST_BYTES:])
@@ -744,6 +778,30 @@ class CheckpointStore(ABC):
             )
 
 
+def _num_bytes(tensors: Mapping[str, npt.NDArray[Any]]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _encoded(
+    checkpoint: Checkpoint, base: BaseReference | None = None, is_worth: Callable[[int], bool] = lambda num_bytes: False
+) -> EncodedCheckpoint:
+    """Return the bytes of a checkpoint or part: the difference to `base`, if its number of bytes is worth it."""
+    if base is not None and checkpoint.changes is not None:
+        changed = checkpoint.changes(base.version)
+        if is_worth(difference_bytes(checkpoint.tensors, changed)):
+            tensors, patches = difference(checkpoint.tensors, changed)
+            stored = dataclasses.replace(checkpoint, tensors=tensors)
+            return EncodedCheckpoint(encode_checkpoint(stored, base, patches, _num_bytes(checkpoint.tensors)), base)
+    return EncodedCheckpoint(encode_checkpoint(checkpoint))
+
+
+def _frozen(tensors: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Make these tensors read-only, and return them."""
+    for tensor in tensors.values():
+        tensor.flags.writeable = False
+    return tensors
+
+
 def _zeros_in_file(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Return zeros whose memory the system can write to a file."""
     if not (num_bytes := math.prod(shape) * dtype.itemsize):
@@ -768,6 +826,10 @@ def part_name(term: int, version: int, number: int, count: int) -> str:
     return f"checkpoint-{term:08d}-{version:010d}.part-{number}-of-{count}.doll"
 
 
+def _file_name(term: int, version: int, part: CheckpointPart | None) -> str:
+    return checkpoint_name(term, version) if part is None else part_name(term, version, part.number, part.count)
+
+
 def unused_parts(names: Iterable[str]) -> list[str]:
     """Return the names of parts that belong to no checkpoint of `names`, and will not, because a newer one is there."""
     names = list(names)
@@ -777,17 +839,19 @@ def unused_parts(names: Iterable[str]) -> list[str]:
 
 
 def joined(parts: Iterable[Checkpoint], make: Make = np.zeros) -> dict[str, npt.NDArray[Any]]:
-    """Return the tensors of a checkpoint from its parts, in order. `make`: function that allocates tables. Raise
-    DamagedError if they do not fit together."""
+    """Return the tensors of a checkpoint from its parts, in order. `make`: function that allocates what is joined.
+    Raise DamagedError if they do not fit together."""
     items = list(parts)
     tensors = dict(items[0].tensors)
     try:
         for name in items[0].sliced:
             if name in tensors:
-                tensors[name] = np.concatenate([item.tensors[name] for item in items])
+                pieces = [item.tensors[name] for item in items]
+                whole = make((sum(map(len, pieces)), *pieces[0].shape[1:]), pieces[0].dtype)
+                tensors[name] = np.concatenate(pieces, out=whole)
         for table in items[0].row_slices_of:
             tensors |= joined_table([item.tensors for item in items], table, make)
-    except (KeyError, ValueError) as exc:
+    except (KeyError, ValueError, TypeError) as exc:
         raise DamagedError(f"its parts do not fit together: {exc}") from exc
     return tensors
 

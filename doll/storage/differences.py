@@ -18,6 +18,7 @@ Tensors = Mapping[str, npt.NDArray[Any]]
 Make = Callable[[tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
 
 MAX_DIFFERENCES: Final = 100
+MIN_BASE_BYTES: Final = 1 << 20  # a smaller checkpoint is always whole: it costs little
 _ROWS: Final = "changed rows {}"  # no tensor of a model has such a name
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -80,7 +81,8 @@ class Base:
     def is_worth(self, difference_bytes: int) -> bool:
         """Return whether a difference of this size is to be written instead of a whole checkpoint."""
         total = self._difference_bytes + difference_bytes
-        return self._num_differences < MAX_DIFFERENCES and total <= self._num_bytes
+        is_due = self._num_differences >= MAX_DIFFERENCES or total > self._num_bytes
+        return self._num_bytes >= MIN_BASE_BYTES and not is_due
 
     def note_difference(self, num_bytes: int) -> None:
         self._num_differences += 1

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from doll import telemetry
 from doll.errors import CheckpointError
@@ -128,23 +128,21 @@ class FileCheckpointStore(CheckpointStore):
                 (self.folder / name).unlink(missing_ok=True)
             _fsync_folder(self.folder)
 
-    def _read(self, term: int, version: int, size: int | None = None) -> bytes:
-        with (
-            self._translate_errors("read a checkpoint in", but=FileNotFoundError),
-            self._path(term, version).open("rb") as file,
-        ):
+    def _read_file(self, name: str, size: int | None = None) -> bytes:
+        with self._opened(name) as file:
             return file.read(-1 if size is None else size)
 
-    def _read_file(self, name: str) -> bytes:
-        with self._translate_errors("read a checkpoint in", but=FileNotFoundError):
-            return (self.folder / name).read_bytes()
+    def _map(self, name: str, access: int) -> mmap.mmap:
+        with self._opened(name) as file:
+            return mmap.mmap(file.fileno(), 0, access=access)
 
-    def _map(self, term: int, version: int, access: int = mmap.ACCESS_READ) -> mmap.mmap:
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[BinaryIO]:
         with (
             self._translate_errors("read a checkpoint in", but=FileNotFoundError),
-            self._path(term, version).open("rb") as file,
+            (self.folder / name).open("rb") as file,
         ):
-            return mmap.mmap(file.fileno(), 0, access=access)
+            yield file
 
     def stored(self) -> list[StoredVersion]:
         items = []

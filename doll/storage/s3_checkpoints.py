@@ -168,9 +168,6 @@ class S3CheckpointStore(CheckpointStore):
                 self._client.delete_object(Bucket=self._bucket, Key=self._prefix + checkpoint_name(*key))
             self._delete(unused_parts(self._list().objects))
 
-    def _read(self, term: int, version: int, size: int | None = None) -> bytes:
-        return self._read_file(checkpoint_name(term, version), size)
-
     def _read_file(self, name: str, size: int | None = None) -> bytes:
         with self._translate_errors("read a checkpoint in"):
             data, _ = self._get(name, {} if size is None else {"Range": f"bytes=0-{size - 1}"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
@@ -9,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import doll.storage.checkpoints
+import doll.storage.differences
 import numpy as np
 import pytest
 import structlog
 from checkpoint_kits import Kit, checkpoint, same
 from doll.errors import CheckpointError
-from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, decode_checkpoint
+from doll.storage.checkpoints import (
+    BaseDeletedError,
+    Checkpoint,
+    CheckpointStore,
+    checkpoint_name,
+    decode_checkpoint,
+    part_name,
+)
 from doll.storage.differences import MAX_DIFFERENCES, Base, BaseReference, ChangedRows
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.version_marks import VersionMarks
@@ -26,7 +35,7 @@ NUM_ROWS, WIDTH = 6000, 5
 
 @pytest.fixture(autouse=True)
 def small_bases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doll.storage.checkpoints, "_MIN_BASE_BYTES", 0)
+    monkeypatch.setattr(doll.storage.differences, "MIN_BASE_BYTES", 0)
 
 
 class Model:
@@ -136,7 +145,7 @@ def test_a_whole_one_is_due_after_many_differences() -> None:
 
 
 def test_a_small_checkpoint_is_whole(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doll.storage.checkpoints, "_MIN_BASE_BYTES", 1 << 20)
+    monkeypatch.setattr(doll.storage.differences, "MIN_BASE_BYTES", 1 << 20)
     saved(kit.store, 3, 3)
     assert is_whole(kit.store, 2)
 
@@ -248,6 +257,100 @@ def test_a_base_that_was_deleted_meanwhile_makes_the_next_one_whole(kit: Kit, mo
     assert is_whole(kit.store, 2)
 
 
+# --- parts of shards ------------------------------------------------------------------------------------------------
+
+
+class Shards:
+    """Two shards with a model each, and their server. Their models have equal names, so only one of them is joined."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self.store, self.models = store, (Model(0), Model(1))
+        self.bases: dict[tuple[int, int], BaseReference] = {}
+
+    def save(self, num_rows: int = 1, base: int = 0) -> list[dict[str, Any]]:
+        """Save a checkpoint after an update, with the base of this version, and return the tensors of its parts."""
+        made = []
+        for model in self.models:
+            model.update(num_rows)
+            made.append(model.checkpoint())
+        parts = tuple(
+            self.store.save_part(each, number, 2, self.bases.get((number, base))) for number, each in enumerate(made)
+        )
+        self.store.save(dataclasses.replace(made[0], tensors={}, parts=parts, changes=None))
+        version = made[0].version
+        self.bases |= {
+            (part.number, version): BaseReference(version, part.checksum) for part in parts if part.base is None
+        }
+        return [dict(each.tensors) for each in made]
+
+    def read(self, store: CheckpointStore, version: int) -> list[dict[str, Any]]:
+        parts = store.read_head(1, version).parts
+        return [dict(store.read_part(1, version, part).tensors) for part in parts]
+
+
+def test_parts_are_differences_to_the_parts_of_one_base(kit: Kit) -> None:
+    shards = Shards(kit.store)
+    made = {version: shards.save(3, base) for version, base in ((1, 0), (2, 1), (3, 1))}
+    made[4] = shards.save(NUM_ROWS, 1)  # a difference would be no smaller
+    made[5] = shards.save(1, 4)
+    for version, expected in made.items():
+        if version in (1, 2):
+            continue
+        for got, tensors in zip(shards.read(kit.again("digits"), version), expected, strict=True):
+            assert got.keys() == tensors.keys()
+            assert all(got[name].tobytes() == tensors[name].tobytes() for name in tensors)
+            assert not any(tensor.flags.writeable for tensor in got.values())
+    heads = {version: kit.store.read_head(1, version) for _, version in kit.store.versions()}
+    assert {version: head.base_version for version, head in heads.items()} == {1: None, 3: 1, 4: None, 5: 4}
+    sizes = {version: sum(part.size_bytes for part in head.parts) for version, head in heads.items()}
+    assert sizes[5] < 0.05 * sizes[4]
+    for item in kit.store.stored():
+        assert 0.9 < kit.store.whole_bytes(item) / sizes[4] < 1.1
+
+
+def test_the_base_of_parts_is_deleted_only_with_them(kit: Kit) -> None:
+    shards = Shards(kit.store)
+    for base in (0, *[1] * 6):
+        shards.save(1, base)
+    assert [version for _, version in kit.store.versions()] == [1, 5, 6, 7]
+    with pytest.raises(CheckpointError, match=r"checkpoint-00000001-0000000001.doll cannot be deleted: .* that stay"):
+        kit.again("digits").delete([(1, 1)])
+    for version in (10, 20, 30):
+        kit.again("digits").save(checkpoint(2, version))
+    assert kit.store.versions() == [(2, 10), (2, 20), (2, 30)]
+    with pytest.raises(FileNotFoundError):
+        kit.store._read_file(part_name(1, 1, 0, 2))
+
+
+def test_a_base_of_parts_that_was_deleted_meanwhile_is_found_out(kit: Kit) -> None:
+    shards = Shards(kit.store)
+    shards.save()
+    shards.bases[0, 9] = BaseReference(0, b"")
+    with pytest.raises(BaseDeletedError, match=r"checkpoint-00000001-0000000000.doll was deleted: the next save is"):
+        shards.save(1, 9)
+
+
+def test_a_part_without_its_base_is_named(tmp_path: Path) -> None:
+    store = FileCheckpointStore(tmp_path, "digits")
+    shards = Shards(store)
+    shards.save()
+    expected = shards.save(1, 1)
+    base = tmp_path / part_name(1, 1, 1, 2)
+    data = base.read_bytes()
+    for change, reason in (
+        (base.unlink, "is missing: this file contains only the rows that have changed since"),
+        (lambda: base.write_bytes((tmp_path / part_name(1, 1, 0, 2)).read_bytes()), "is not the checkpoint on which"),
+        (lambda: base.write_bytes(data[:-1]), "on which it is based: the checksum does not match"),
+        (lambda: base.write_bytes(b""), "on which it is based: "),
+    ):
+        change()
+        for with_parts in (True, False):
+            with pytest.raises(CheckpointError, match=f"version 2 is damaged .*part-1-of-2.doll.*{reason}"):
+                store.load_newest("f1", 2, with_parts=with_parts)
+    base.write_bytes(data)
+    assert shards.read(store, 2)[1].keys() == expected[1].keys()
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -304,7 +407,7 @@ def test_a_crash_leaves_a_readable_newest_checkpoint(
 ) -> None:
     """After each step of each save, what is in the folder is what a process that dies there leaves."""
     store = FileCheckpointStore(tmp_path, "digits")
-    monkeypatch.setattr(doll.storage.checkpoints, "_MIN_BASE_BYTES", 0)
+    monkeypatch.setattr(doll.storage.differences, "MIN_BASE_BYTES", 0)
     model, newest = Model(), dict[int, Checkpoint]()
 
     def look(before: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 
 from doll.config import JobConfig
 from doll.model.slices import Slices
@@ -23,9 +25,15 @@ _POLL_S = 5.0
 
 
 class MemoryPipe:
-    """All lists of one shard: what is in Redis."""
+    """All lists of one shard: what is in Redis.
+
+    Attributes:
+        lags: whether the shard carries out orders only while its server waits for it: as late as it can.
+    """
 
     def __init__(self) -> None:
+        self.lags = False
+        self._waiting = 0
         self.lists: defaultdict[str, deque[bytes]] = defaultdict(deque)
         self.changed = threading.Condition()
         self.alive: dict[str, str] = {}  # the server that each process serves
@@ -37,41 +45,65 @@ class MemoryPipe:
             self.lists[name].append(data)
             self.changed.notify_all()
 
-    def pop(self, names: tuple[str, ...], timeout_s: float) -> bytes | None:
+    def pop(self, names: tuple[str, ...], timeout_s: float, late: tuple[str, ...] = ()) -> bytes | None:
+        """`late`: further names, for a shard that may lag."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
             while True:
-                for name in names:
+                for name in names if self.lags and not self._waiting else (*names, *late):
                     if self.lists[name]:
                         return self.lists[name].popleft()
                 if (left_s := deadline_s - time.monotonic()) <= 0:
                     return None
                 self.changed.wait(left_s)
 
+    @contextmanager
+    def waited_for(self) -> Iterator[None]:
+        """While the server waits for the shard."""
+        with self.changed:
+            self._waiting += 1
+            self.changed.notify_all()
+        yield
+        with self.changed:
+            self._waiting -= 1
+
 
 class MemoryServerEnd:
     """A `ServerEnd`."""
 
     gives_up = False  # whether `receive` ends although the shard is alive
+    happens: Callable[[], object] = staticmethod(lambda: None)  # called before and after each order
 
     def __init__(self, pipe: MemoryPipe, server: str) -> None:
-        self._pipe, self._server = pipe, server
+        self._pipe, self._server, self._has_begun = pipe, server, False
 
     def begin(self, data: bytes) -> None:
+        self.happens()
         self._pipe.push("begin", data, alone=True)
+        self.happens()
 
     def send(self, data: bytes) -> None:
+        self.happens()
         self._pipe.push(f"{self._server}:orders", data)
+        self.happens()
 
     def receive(self, timeout_s: float) -> bytes | None:
         name = f"{self._server}:answers"
-        data = self._pipe.pop((name,), timeout_s and 0.05)
-        while data is None and timeout_s and self._pipe.alive and not self.gives_up:
+        if not timeout_s:
+            return self._pipe.pop((name,), 0.0)
+        with self._pipe.waited_for():
             data = self._pipe.pop((name,), 0.05)
+            while data is None and self._is_served() and not self.gives_up:
+                data = self._pipe.pop((name,), 0.05)
+        self._has_begun |= data is not None
         return data
 
+    def _is_served(self) -> bool:
+        return self._has_begun and self._server in self._pipe.alive.values()
+
     def receive_part(self, timeout_s: float) -> bytes | None:
-        return self._pipe.pop((f"{self._server}:parts",), timeout_s)
+        with self._pipe.waited_for():
+            return self._pipe.pop((f"{self._server}:parts",), min(timeout_s, 0.05))
 
     def mark(self, process: str) -> Mark | None:
         return Mark(self._server, "host", 7, 0) if self._pipe.alive.get(process) == self._server else None
@@ -85,7 +117,7 @@ class MemoryShardEnd:
         self.serve("")
 
     def receive(self, server: str, timeout_s: float) -> bytes | None:
-        return self._pipe.pop(("begin", f"{server}:orders", "wake"), _POLL_S) or None
+        return self._pipe.pop(("begin", "wake"), _POLL_S, (f"{server}:orders",)) or None
 
     def serve(self, server: str) -> None:
         self._pipe.alive[self.process] = server
@@ -103,7 +135,12 @@ class MemoryShardEnd:
 class ShardThreads:
     """The shards of one job. `host` makes the host of a server, whose orders they carry out."""
 
-    def __init__(self, config: JobConfig, task: Task, store: CheckpointStore, blobs: Blobs) -> None:
+    def __init__(
+        self, config: JobConfig, task: Task, store: CheckpointStore, blobs: Blobs,
+        happens: Callable[[int], object] = lambda number: None,
+    ) -> None:  # fmt: skip
+        """`happens`: is called before and after a server sends an order to the shard of this number. It may kill it."""
+        self._happens = happens
         self._config, self._store, self._blobs = config, store, blobs
         self._opener, self._building = TermOpener(config, task, store, blobs), threading.Lock()
         self.pipes = [MemoryPipe() for _ in range(config.ps.num_shards)]
@@ -119,8 +156,8 @@ class ShardThreads:
         self._count += 1
         name = f"server-{self._count}"
         ends = [MemoryServerEnd(pipe, name) for pipe in self.pipes]
-        for end in ends:
-            end.gives_up = wait is not None
+        for number, end in enumerate(ends):
+            end.gives_up, end.happens = wait is not None, partial(self._happens, number)
         return ShardedHost(
             self._config, term, slices, ends, self._blobs, run_id=run_id, process=name,
             wait=wait or (lambda waits_for: None), keeps_gradients=keeps_gradients, tables=tables or {},

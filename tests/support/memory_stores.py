@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from doll.errors import BlobError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer, NearBlobs
-from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, unused_parts
+from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, checkpoints_among, unused_parts
 from doll.storage.version_marks import NO_HISTORY, StoredVersion, VersionHistory
 
 
@@ -130,17 +130,12 @@ class MemoryCheckpointStore(CheckpointStore):
             self._refuse_if_superseded(checkpoint, self._newest(), self._held)
             self.parts[name] = b"".join(data)
 
-    def _read_file(self, name: str) -> bytes:
-        try:
-            return self.parts[name]
-        except KeyError:
-            raise FileNotFoundError(name) from None
-
-    def _read(self, term: int, version: int, size: int | None = None) -> bytes:
-        try:
-            return self._held[term, version][:size]
-        except KeyError:
-            raise FileNotFoundError(checkpoint_name(term, version)) from None
+    def _read_file(self, name: str, size: int | None = None) -> bytes:
+        keys = checkpoints_among([name])
+        data = self._held.get(keys[0]) if keys else self.parts.get(name)
+        if data is None:
+            raise FileNotFoundError(name)
+        return data[:size]
 
     def versions(self) -> list[tuple[int, int]]:
         with self._lock:

@@ -121,7 +121,8 @@ def version_line(
     updates = [row for row in records.updates if _counts(row, item, state.rollbacks)]
     until_s = next((row["time_s"] for row in reversed(updates) if row["version"] == item.version), item.saved_s)
     return VersionLine(
-        version=item.version, term=item.term, saved_s=item.saved_s, size_bytes=item.size_bytes,
+        version=item.version, term=item.term, saved_s=item.saved_s,
+        size_bytes=item.size_bytes + sum(part.size_bytes for part in head.parts),
         samples=state.samples_total, offsets=tuple(zip(state.first_offsets, state.read_until, strict=True)),
         policy=state.policy, recipe={key: value for key, value in fields.items() if key.startswith("training.")},
         elapsed_s=state.elapsed_s, prequential=_prequential(updates), held_out=_held_out(records.evaluations, item),

@@ -124,9 +124,15 @@ class Drop(Message, frozen=True):
 
 
 class Snapshot(Message, frozen=True):
-    """Store the slice of the current version as a part of its checkpoint. The part is announced by PartStored."""
+    """Store the slice of the current version as a part of its checkpoint. The part is announced by PartStored.
+
+    Attributes:
+        base: version of a stored whole checkpoint. The part may contain only the rows that have changed since. None:
+            the part is whole.
+    """
 
     version: int
+    base: int | None = None
 
 
 class ForgetSnapshot(Message, frozen=True):

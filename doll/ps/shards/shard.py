@@ -20,6 +20,7 @@ from doll.ps.shards import messages as m
 from doll.ps.shards.pipes import ShardEnd
 from doll.ps.tables.row_server import StoredRows
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.differences import MAX_DIFFERENCES, BaseReference
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -27,6 +28,7 @@ log = get_logger(__name__)
 _IDLE_S: Final = 1.0
 _RETRY_S: Final = 1.0
 _EXIT_S: Final = 30.0
+_MAX_WHOLE: Final = 2 * MAX_DIFFERENCES  # the server names a base again at most `MAX_DIFFERENCES` times
 
 
 class ShardTerm(NamedTuple):
@@ -141,9 +143,10 @@ class Shard:
                 return m.Tidied() if host.has_tables else None
             case m.Drop(key=key, held=held):
                 host.drop(key, held)
-            case m.Snapshot(version=version):
+            case m.Snapshot(version=version, base=base):
                 assert self._parts is not None, "a term has a writer"
-                self._parts.add(replace(term.checkpoint, version=version, tensors=host.tensors()))
+                tensors, changes = host.tensors(), host.row_changes()
+                self._parts.add(replace(term.checkpoint, version=version, tensors=tensors, changes=changes), base)
             case m.ForgetSnapshot(version=version):
                 assert self._parts is not None, "a term has a writer"
                 self._parts.forget(version)
@@ -208,21 +211,23 @@ class PartWriter:
 
     def __init__(self, end: ShardEnd, begun: m.Begin, store: CheckpointStore) -> None:
         self._end, self._begun, self._store = end, begun, store
-        self._waiting: deque[Checkpoint] = deque()
+        self._waiting: deque[tuple[Checkpoint, int | None]] = deque()
+        self._whole: deque[BaseReference] = deque(maxlen=_MAX_WHOLE)  # parts that were stored whole
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="parts", daemon=True)
         self._thread.start()
 
-    def add(self, checkpoint: Checkpoint) -> None:
+    def add(self, checkpoint: Checkpoint, base: int | None) -> None:
+        """Store a part, later. `base`: see `Snapshot`."""
         with self._changed:
-            self._waiting.append(checkpoint)
+            self._waiting.append((checkpoint, base))
             self._changed.notify()
 
     def forget(self, version: int) -> None:
         """Do not store the part of this version, unless it is being stored now."""
         with self._changed:
-            self._waiting = deque(item for item in self._waiting if item.version != version)
+            self._waiting = deque(item for item in self._waiting if item[0].version != version)
             self._changed.notify()
 
     def close(self) -> None:
@@ -241,18 +246,21 @@ class PartWriter:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
-                checkpoint = self._waiting[0]
-            failed = not self._store_part(checkpoint)
+                item = self._waiting[0]
+            failed = not self._store_part(*item)
             if not failed:
                 with self._changed:
-                    if self._waiting and self._waiting[0] is checkpoint:
+                    if self._waiting and self._waiting[0] is item:
                         self._waiting.popleft()
 
-    def _store_part(self, checkpoint: Checkpoint) -> bool:
+    def _store_part(self, checkpoint: Checkpoint, base: int | None) -> bool:
         """Store a part and tell the server; return False if it must be tried again."""
         version, begun = checkpoint.version, self._begun
+        reference = next((each for each in self._whole if each.version == base), None)
         try:
-            part = self._store.save_part(checkpoint, begun.shard, begun.shards)
+            part = self._store.save_part(checkpoint, begun.shard, begun.shards, reference)
+            if part.base is None and all(each.version != version for each in self._whole):
+                self._whole.append(BaseReference(version, part.checksum))
             fault_point("shard.after_part")
             self._end.send_part(begun.reply_to, m.encode(m.PartStored(version, part)))
         except FencedError:

@@ -27,9 +27,9 @@ from doll.ps.tables.bounded_ids import Totals
 from doll.ps.tables.row_server import StoredRows
 from doll.records.control import GetRows, ShardStatus
 from doll.storage.blobs import Blobs, Buffer, Latest, encode_latest, latest_key, scope_of, weights_key
-from doll.storage.checkpoints import Checkpoint, CheckpointPart, VersionStore
+from doll.storage.checkpoints import BaseDeletedError, Checkpoint, CheckpointPart, VersionStore
 from doll.storage.contributions import decode_contribution, whole_contribution
-from doll.storage.differences import RowChanges
+from doll.storage.differences import Base, BaseReference, RowChanges
 from doll.storage.sections import WireSize
 from doll.tables.row_slices import joined_rows, row_slices
 from doll.tables.rows import TableShape
@@ -79,6 +79,8 @@ class ShardedHost:
         self._is_tidy = True
         self._version = 0
         self._parts: dict[int, dict[int, CheckpointPart]] = {}  # stored parts by version and shard
+        self._base: Base | None = None  # the newest whole checkpoint of this term that is durable
+        self._ordered = m.Snapshot(-1)  # the last one
         self._is_closed = threading.Event()
         self._marks = dict[int, Mark | None].fromkeys(range(len(ends)))  # None: the shard is lost
         self._stored: dict[int, int] = {}  # the version of the newest part of each shard
@@ -231,8 +233,12 @@ class ShardedHost:
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Order the parts of a checkpoint of the current version, and return no tensors: `PartedStore` gathers the
-        parts."""
-        self._tell(m.Snapshot(self._version))
+        parts. All have the same base, so that retention needs to know of one."""
+        base = self._base
+        if self._ordered.version != self._version:  # a part that is stored again must have the same bytes
+            is_worth = base is not None and base.is_worth(0)
+            self._ordered = m.Snapshot(self._version, base.reference.version if base and is_worth else None)
+        self._tell(self._ordered)
         return {}
 
     def row_changes(self) -> RowChanges | None:
@@ -304,8 +310,14 @@ class ShardedHost:
                     self._stored[number] = answer.version
         return tuple(parts[number] for number in range(len(self._ends)))
 
-    def forget_parts(self, version: int) -> None:
-        """Forget what is known of the parts up to this version, whose checkpoint is durable."""
+    def note_durable(self, version: int) -> None:
+        """Note that the checkpoint of this version, whose parts were gathered, is durable, and forget its parts."""
+        parts = self._parts[version].values()
+        num_bytes = sum(part.size_bytes for part in parts)
+        if all(part.base is None for part in parts):
+            self._base = Base(self._term, BaseReference(version, b""), num_bytes)  # each shard knows its part's digest
+        elif self._base is not None:
+            self._base.note_difference(num_bytes)
         for older in [key for key in self._parts if key <= version]:
             del self._parts[older]
 
@@ -363,5 +375,8 @@ class PartedStore:
         return self._store.newest_term()
 
     def save(self, checkpoint: Checkpoint) -> None:
-        self._store.save(replace(checkpoint, parts=self._host.gather_parts(checkpoint.version)))
-        self._host.forget_parts(checkpoint.version)
+        try:
+            self._store.save(replace(checkpoint, parts=self._host.gather_parts(checkpoint.version)))
+        except BaseDeletedError as exc:  # the parts would need it at each further try; those of a new term are whole
+            raise ShardLostError(str(exc)) from exc
+        self._host.note_durable(checkpoint.version)

@@ -65,7 +65,7 @@ def check_same_ledger(run: RunFolder, config: JobConfig) -> None:
     Raises:
         ConfigError: names the differences.
     """
-    checkpoint = open_store(config, run.path).load_newest(None)
+    checkpoint = open_store(config, run.path).load_newest_state()
     original, wanted = fingerprint.job_fields(load(run.job)), fingerprint.job_fields(config)
     if checkpoint is not None:
         original = fingerprint.without_model(fingerprint.parse(checkpoint.fingerprint))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import doll.ps.tables.bounded_ids
-import doll.storage.checkpoints
+import doll.storage.differences
 import numpy as np
 import pytest
 from doll.optim.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowwiseAdagrad
@@ -56,7 +56,7 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def test_a_resumed_model_is_that_of_whole_checkpoints(
     optimizer: RowOptimizer | None, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doll.storage.checkpoints, "_MIN_BASE_BYTES", 0)
+    monkeypatch.setattr(doll.storage.differences, "MIN_BASE_BYTES", 0)
     monkeypatch.setattr(doll.ps.tables.bounded_ids, "_COUNTS_PER_ROW", 1 if seed % 2 else 8)
     rng = np.random.default_rng(seed)
     min_count, ttl = (1, 3)[seed % 2], (None, 12, 70)[seed % 3]
@@ -99,7 +99,7 @@ def test_a_resumed_model_is_that_of_whole_checkpoints(
 
 
 def test_few_changed_rows_make_a_small_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doll.storage.checkpoints, "_MIN_BASE_BYTES", 0)
+    monkeypatch.setattr(doll.storage.differences, "MIN_BASE_BYTES", 0)
     store, rng = tables_of(RowwiseAdagrad(0.1), 1, None, first=False), np.random.default_rng(1)
     saved = MemoryCheckpointStore("j")
     for version, (embed, items) in enumerate([(NUM_ROWS, MAX_ROWS), (NUM_ROWS // 100, MAX_ROWS // 100)], 1):

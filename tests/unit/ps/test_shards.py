@@ -7,11 +7,13 @@ import itertools
 import json
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import channel_process
+import doll.storage.differences
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -29,11 +31,13 @@ from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.model.updater import make_parts
 from doll.ps.server import require_newest_term
-from doll.ps.shards.sharded_host import ShardLostError
+from doll.ps.shards import sharded_host
+from doll.ps.shards.sharded_host import PartedStore, ShardLostError
 from doll.ps.start import Start, make_engine
 from doll.records.control import GetRows, Push, PushedBatch
-from doll.storage.checkpoints import Checkpoint, checksum_of, joined
+from doll.storage.checkpoints import Checkpoint, CheckpointPart, checksum_of, joined
 from doll.storage.contributions import Compressor
+from doll.storage.differences import BaseReference
 from doll.tables.checkpointed import part_of_tables
 from doll.tables.row_slices import row_slices
 from doll.tables.rows import Rows
@@ -49,38 +53,78 @@ BLOCK = 4
 BAG = f"{SUPPORT / 'bag_task.py'}:Bags"
 BOUNDED = json.dumps({"class": BAG, "args": {"bounded": True}})
 BAGS = json.dumps({"class": BAG, "args": {"ids": 19}})
-INTERLEAVINGS = 400 if SHARE == 1.0 else 4
+INTERLEAVINGS = -(-10_000 // len(POLICIES)) if SHARE == 1.0 else 4
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let models of a few numbers have several shards."""
+    """Let models of a few numbers have several shards, and differential parts."""
+    monkeypatch.setattr(doll.storage.differences, "MIN_BASE_BYTES", 0)
+    monkeypatch.setattr(sharded_host, "_BEGIN_AGAIN_S", 2.0)
     monkeypatch.setattr(slices_module, "BLOCK", BLOCK)
     monkeypatch.setattr(optimizer_module, "BLOCK", BLOCK)
 
 
+class ReadingStore(MemoryCheckpointStore):
+    """Reads each part that it has stored."""
+
+    def __init__(self) -> None:
+        super().__init__("unit")
+        self.counts: Counter[str] = Counter()
+
+    def save_part(
+        self, checkpoint: Checkpoint, number: int, count: int, base: BaseReference | None = None
+    ) -> CheckpointPart:
+        part = super().save_part(checkpoint, number, count, base)
+        self.counts["differential parts"] += part.base is not None
+        try:
+            read = self.read_part(checkpoint.term, checkpoint.version, part).tensors
+            self.counts["parts that differ"] += checksum_of(read) != checksum_of(checkpoint.tensors)
+        except CheckpointError:
+            self.counts["parts that cannot be read"] += 1
+        return part
+
+
 class ShardedWorld(World):
-    """The world of two channels with shards, which may be lost at any moment."""
+    """The world of two channels with shards, which may lag, be lost and come back before and after any order."""
 
     shards = 2
-    kills = 0.004  # of an action of the server
+    kills = 0.002
+    lags = 0.05  # so often a shard begins to lag, or ends it
 
     def begin(self) -> None:
         channel_process._REPLICAS.clear()
         self.config = self.config.model_copy(
             update={"ps": self.config.ps.model_copy(update={"shards": self.shards})}
         )  # fmt: skip
-        self.store = MemoryCheckpointStore("unit")
-        self.threads = ShardThreads(self.config, self.task, self.store, self.blobs)
-        self.dice = random.Random(self.partitions)
+        self.store = ReadingStore()
+        self.threads = ShardThreads(self.config, self.task, self.store, self.blobs, self.happens)
+        self.dice = random.Random(str(self.rng.getstate()))
+        self.happened: Counter[str] = Counter()
+
+    def happens(self, number: int) -> None:
+        """What may happen before and after an order to shard `number`."""
+        if self.dice.random() < self.kills:
+            self.threads.kill(self.dice.randrange(self.shards))
+            if self.is_beginning or self.dice.random() < 0.5:
+                self.threads.revive()  # before the server has missed it
+                self.happened["back at once"] += 1
+        if self.dice.random() < self.lags:
+            self.threads.pipes[number].lags ^= True
+            self.happened["lags"] += 1
 
     def _make_engine(self) -> Engine:
         self.threads.revive()
         model = build(self.config, self.task)
         tables = None if model.tables is None else model.tables.shapes
-        self.host = self.threads.host(self.term, model.slices, tables=tables)
         place = None if self.saved is None else (self.saved.term, self.saved.version)
-        assert self.host.begin(fingerprint(self.config, model), place, lambda: False)
+        self.is_beginning = True
+        while self.is_beginning:
+            self.host = self.threads.host(self.term, model.slices, tables=tables)
+            try:
+                self.is_beginning = not self.host.begin(fingerprint(self.config, model), place, lambda: False)
+            except ShardLostError:
+                self.term += 1
         self._num_parameters = model.num_parameters
         if self.saved is None:
             start = Start(self.term, self.now, (0,) * self._partitions_at_start)
@@ -96,17 +140,11 @@ class ShardedWorld(World):
     def checkpoint(self, version: int, state: bytes) -> Checkpoint:
         self.host.tensors()
         checkpoint = Checkpoint(
-            job="unit", fingerprint="", term=self.term, version=version, state=state, tensors={},
-            parts=self.host.gather_parts(version),
+            job="unit", fingerprint="", term=self.term, version=version, state=state, tensors={}
         )  # fmt: skip
-        self.store.save(checkpoint)
-        self.host.forget_parts(version)
+        self.happens(0)  # after some parts, before the checkpoint
+        PartedStore(self.store, self.host).save(checkpoint)
         return checkpoint
-
-    def perform(self, action: ev.EngineAction) -> ev.Event | None:
-        if self.dice.random() < self.kills:
-            self.threads.kill(self.dice.randrange(self.shards))
-        return super().perform(action)
 
     def handle(self, event: ev.Event) -> None:
         with self.until_a_shard_is_lost():
@@ -127,7 +165,7 @@ class ShardedWorld(World):
 
 class InThree(ShardedWorld):
     shards = 3
-    kills = 0.08  # some of these worlds make no update
+    kills = 0.015  # some of these worlds make no update
 
 
 class Whole(ShardedWorld):
@@ -147,7 +185,7 @@ def seed_with_tables(has_tables: bool) -> int:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_model_is_the_sum_of_its_batches_while_shards_are_lost(policy: str) -> None:
-    lost = updates = 0
+    counts: Counter[str] = Counter()
     for number in range(INTERLEAVINGS):
         seed = SEED * 1_000_000 + number
         world_class = (ShardedWorld, InThree)[number % 2]
@@ -155,10 +193,12 @@ def test_the_model_is_the_sum_of_its_batches_while_shards_are_lost(policy: str) 
             world = play(policy, seed, world_class)
         except Exception as exc:
             raise AssertionError(f"policy {policy!r}, seed {seed}: {type(exc).__name__}: {exc}") from exc
-        world.threads.close()  # type: ignore[attr-defined]
-        lost, updates = lost + world.counts["shards lost"], updates + world.counts["updates"]
-    assert updates
-    assert lost
+        assert isinstance(world, ShardedWorld)
+        world.threads.close()
+        counts += world.counts + world.happened + world.store.counts
+        assert not counts["parts that differ"] + counts["parts that cannot be read"], f"{policy!r}, seed {seed}"
+    import sys; print("COUNTS", policy, {k: counts[k] for k in ("updates","shards lost","lags","checkpoints","differential parts","back at once")}, file=sys.__stderr__, flush=True)
+    assert min(counts["updates"], counts["shards lost"], counts["lags"]) > 0, counts
 
 
 @pytest.mark.parametrize(
@@ -167,14 +207,20 @@ def test_the_model_is_the_sum_of_its_batches_while_shards_are_lost(policy: str) 
 )
 def test_any_number_of_shards_makes_the_same_model(policy: str, has_tables: bool) -> None:
     seed = seed_with_tables(has_tables)
-    expected = play(policy, seed).tensors()
+    whole = play(policy, seed)
+    expected = whole.tensors()
     names = [name for name in expected if name == "weights" or name.endswith((".values", ".numbers"))]
     assert len(names) == (3 if has_tables else 1)
     for world_class in (Whole, WholeInThree):
         world = play(policy, seed, world_class)
-        got = world.tensors()
+        assert isinstance(world, ShardedWorld)
+        got, stored = world.tensors(), world.store.load_newest(None)
         assert {name: got[name].tobytes() for name in names} == {name: expected[name].tobytes() for name in names}
-        world.threads.close()  # type: ignore[attr-defined]
+        assert whole.saved is not None
+        assert stored is not None
+        assert (stored.version, world.store.counts["differential parts"] > 0) == (whole.saved.version, has_tables)
+        assert all(stored.tensors[name].tobytes() == whole.saved.tensors[name].tobytes() for name in names)
+        world.threads.close()
 
 
 JOB = """

@@ -32,11 +32,12 @@ class Store(MemoryCheckpointStore):
     def versions(self) -> list[tuple[int, int]]:
         return self.listed
 
-    def _read(self, term: int, version: int, size: int | None = None) -> bytes:
+    def _read_file(self, name: str, size: int | None = None) -> bytes:
         self.reads += 1
-        if (term, version) not in self.held:
+        (key,) = checkpoints_among([name])
+        if key not in self.held:
             raise FileNotFoundError
-        return b"".join(encode_checkpoint(self.held[term, version]))
+        return b"".join(encode_checkpoint(self.held[key]))
 
 
 def test_names_sort_as_checkpoints_do_and_are_read_back() -> None:
