@@ -9,8 +9,8 @@ spot and on-demand as in one region, where spot is available if any region has a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -95,14 +95,73 @@ class Region:
         return Prices(self.prices.spot_usd_per_h + egress, self.prices.on_demand_usd_per_h + egress)
 
 
-def cheapest(regions: Sequence[Region], traffic: Traffic, rate_per_s: float) -> tuple[int, int]:
-    """Return the numbers of the regions with the lowest spot and on-demand price with traffic; the first is home."""
-    prices = [region.with_traffic(regions[0], traffic, rate_per_s) for region in regions]
-    numbers = range(len(prices))
-    return (
-        min(numbers, key=lambda each: prices[each].spot_usd_per_h),
-        min(numbers, key=lambda each: prices[each].on_demand_usd_per_h),
-    )
+@dataclass(frozen=True)
+class RegionCosts:
+    """The prices of a machine in each region with its traffic; the first region is home.
+
+    Attributes:
+        rate_per_s: samples per second that a machine learns.
+        policy: name of the policy whose traffic it is.
+    """
+
+    regions: Sequence[Region]
+    traffic: Traffic
+    rate_per_s: float
+    policy: str
+
+    @property
+    def prices(self) -> list[Prices]:
+        return [each.with_traffic(self.regions[0], self.traffic, self.rate_per_s) for each in self.regions]
+
+    @property
+    def spot(self) -> int:
+        """The number of the region with the cheapest spot machine."""
+        return min(range(len(self.regions)), key=lambda each: self.prices[each].spot_usd_per_h)
+
+    @property
+    def on_demand(self) -> int:
+        """The number of the region with the cheapest on-demand machine."""
+        return min(range(len(self.regions)), key=lambda each: self.prices[each].on_demand_usd_per_h)
+
+    @property
+    def cheapest(self) -> Prices:
+        """The lowest prices with traffic."""
+        prices = self.prices
+        return Prices(prices[self.spot].spot_usd_per_h, prices[self.on_demand].on_demand_usd_per_h)
+
+    def lines(self) -> list[str]:
+        """Return the comparison as text."""
+        home, traffic = self.regions[0], self.traffic
+        width = max(len(each.name) for each in self.regions)
+        return [
+            f"Regions, USD/h per machine; Kafka, server and checkpoints are in {home.name} (per sample under "
+            f"{self.policy}: {traffic.out_bytes:.0f} bytes out, {traffic.back_bytes:.0f} back):",
+            *(
+                f"  {each.name:<{width}}  spot {each.prices.spot_usd_per_h:.4f}  on-demand "
+                f"{each.prices.on_demand_usd_per_h:.4f}  traffic "
+                f"{each.egress_usd_per_h(home, traffic, self.rate_per_s):.4f} ({each.egress_usd_per_gb:g} USD/GB)  "
+                f"a start {each.start_usd(home, traffic):.4f} USD"
+                for each in self.regions
+            ),
+            f"  cheapest with traffic: spot in {self.regions[self.spot].name}, on-demand in "
+            f"{self.regions[self.on_demand].name}",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        home = self.regions[0]
+        return {
+            "home": home.name, "policy": self.policy, "traffic": asdict(self.traffic),
+            "spot": self.regions[self.spot].name, "on_demand": self.regions[self.on_demand].name,
+            "regions": [
+                {
+                    "name": each.name, **asdict(each.prices), "egress_usd_per_gb": each.egress_usd_per_gb,
+                    "egress_usd_per_h": each.egress_usd_per_h(home, self.traffic, self.rate_per_s),
+                    "start_usd": each.start_usd(home, self.traffic),
+                }
+                for each in self.regions
+            ],
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)

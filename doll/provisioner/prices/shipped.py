@@ -9,25 +9,17 @@ import csv
 import functools
 import importlib.resources
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
-from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 from doll.amounts import duration, usd
 from doll.config import Ec2FleetConfig, JobConfig, PlanConfig
 from doll.errors import ConfigError
-from doll.provisioner.planning.regions import Region
-from doll.records.bounded import read_text
-from doll.theory.cost import SECONDS_PER_HOUR, Prices
+from doll.theory.cost import SECONDS_PER_HOUR
 
 DEFAULT_INSTANCE: Final = "c7g.large"  # 2 vCPUs, of the cheapest in USD per vCPU
 DEFAULT_REGION: Final = "us-east-1"
-_TABLES: Final = ("ec2_on_demand.csv", "ec2_regions.csv")
-_COLUMNS: Final = ("region", "instance_type", "usd_per_hour", "spot_usd_per_hour")
-_FRESH_DAYS: Final = 7
-_MOST_TABLE_BYTES: Final = 16_000_000
+TABLES: Final = ("ec2_on_demand.csv", "ec2_regions.csv")
 
 
 @dataclass(frozen=True)
@@ -59,8 +51,8 @@ class ShippedPrice:
 def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
     """Return the on-demand prices of a region by instance type; empty for most regions."""
     prices: dict[str, OnDemandPrice] = {}
-    for table in _TABLES:
-        facts, rows = _table(table)
+    for table in TABLES:
+        facts, rows = price_table(table)
         for row in rows:
             if row["region"] == region:
                 price = OnDemandPrice(float(row["usd_per_hour"]), f"shipped table: {facts['source']}", facts["as_of"])
@@ -71,7 +63,7 @@ def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
 def shipped_price(instance: str, region: str) -> ShippedPrice:
     """Return both prices of an instance type. Raises ConfigError if the table lacks the type; the message lists its
     types."""
-    facts, rows = _table(_TABLES[1])
+    facts, rows = price_table(TABLES[1])
     for row in rows:
         if (row["instance_type"], row["region"]) == (instance, region):
             spot, on_demand = float(row["spot_usd_per_hour"]), float(row["usd_per_hour"])
@@ -84,71 +76,14 @@ def shipped_price(instance: str, region: str) -> ShippedPrice:
     )
 
 
-def region_prices(
-    machines: Sequence[tuple[str, str]], egress_usd_per_gb: float, path: Path | None, today: date, notes: list[str]
-) -> list[Region]:
-    """Return the prices of each (region, instance type), from the table that ships with DOLL or from a file in its
-    form. The column `egress_usd_per_gb` of the file replaces the argument. `notes` gets a line if the prices are not of
-    the last week. Raises ConfigError if the file is damaged, or lacks a type in a region."""
-    facts, rows = _table(_TABLES[1]) if path is None else _read(path)
-    named = "the price table that ships with DOLL" if path is None else str(path)
-    regions = []
-    for region, instance in machines:
-        row = next((row for row in rows if (row["region"], row["instance_type"]) == (region, instance)), None)
-        if row is None:
-            there = sorted({each["instance_type"] for each in rows if each["region"] == region})
-            expected = f"one of {', '.join(there)}" if there else "no type at all"
-            raise ConfigError(
-                f"{named} has no prices of {instance} in {region}: it has {expected} there; leave {region} out, name "
-                f"another type (--also-in {region}=TYPE), or state the prices in --price-table"
-            )
-        spot, on_demand = (_usd(row, column, named) for column in ("spot_usd_per_hour", "usd_per_hour"))
-        egress = _usd(row, "egress_usd_per_gb", named) if row.get("egress_usd_per_gb") else egress_usd_per_gb
-        regions.append(Region(region, Prices(spot, on_demand), egress))
-    as_of = facts.get("as_of", "no stated date")
-    try:
-        days = (today - date.fromisoformat(as_of)).days
-        age = "" if 0 <= days <= _FRESH_DAYS else f", {days} days old" if days > 0 else ", a date to come"
-    except ValueError:
-        age = f", more than {_FRESH_DAYS} days old" if path is None else ": expected a line '# as_of: YYYY-MM-DD' in it"
-    if age:
-        notes.append(f"the prices of {named} are of {as_of}{age}: spot prices change by the hour (--price-table)")
-    return regions
-
-
-def _read(path: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """Return the facts and the rows of a price table. Raises ConfigError if it is not one."""
-    try:
-        facts, rows = _parsed(read_text(path, max_bytes=_MOST_TABLE_BYTES))
-    except (OSError, ValueError, csv.Error) as error:
-        raise ConfigError(f"--price-table: cannot read {path}: {error}") from error
-    missing = [name for name in _COLUMNS if not rows or any(row.get(name) is None for row in rows)]
-    if missing:
-        raise ConfigError(f"--price-table: {path}: expected rows with {', '.join(_COLUMNS)}; {missing[0]} is missing")
-    return facts, rows
-
-
-def _usd(row: Mapping[str, str], column: str, named: str) -> float:
-    """Return a price of a row, above 0 unless it is of traffic. Raises ConfigError for anything else."""
-    text = row[column]
-    try:
-        usd_per_unit = float(text)
-    except ValueError:
-        usd_per_unit = math.nan
-    if not (0 < usd_per_unit < math.inf or (usd_per_unit == 0 and column.startswith("egress"))):
-        raise ConfigError(
-            f"{named}: {column} of {row['instance_type']} in {row['region']}: expected a price, got {text!r}"
-        )
-    return usd_per_unit
-
-
 @functools.cache
-def _table(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+def price_table(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Return the facts in a table's comments, and its rows."""
-    return _parsed(importlib.resources.files("doll.provisioner.prices").joinpath(name).read_text(encoding="utf-8"))
+    return parsed_table(importlib.resources.files("doll.provisioner.prices").joinpath(name).read_text(encoding="utf-8"))
 
 
-def _parsed(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+def parsed_table(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Return the facts in the comments of a table, `# key: value`, and its rows."""
     lines = text.splitlines()
     facts = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
     return facts, list(csv.DictReader(line for line in lines if not line.startswith("#")))
@@ -160,7 +95,7 @@ def machine_of(config: JobConfig | None, instance: str | None, region: str | Non
     fleet = None if config is None else config.fleet
     if isinstance(fleet, Ec2FleetConfig):
         region = region or fleet.region or DEFAULT_REGION
-        priced = {row["instance_type"] for row in _table(_TABLES[1])[1] if row["region"] == region}
+        priced = {row["instance_type"] for row in price_table(TABLES[1])[1] if row["region"] == region}
         return instance or next(
             (kind for kind in fleet.instance_types if kind in priced), fleet.instance_types[0]
         ), region

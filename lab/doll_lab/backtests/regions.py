@@ -129,11 +129,11 @@ def sample_jobs(trace_set: TraceSet, ratio: float, settings: BacktestSettings, r
 
 def _overlap_s(pools: Sequence[Pool], count: int) -> float:
     """Return the longest time that `count` of the pools cover together."""
+    begun = [[other.end_s for other in pools if other.start_s <= pool.start_s] for pool in pools]
     return max(
-        sorted((other.end_s for other in pools if other.start_s <= pool.start_s), reverse=True)[count - 1]
-        - pool.start_s
-        for pool in pools
-        if sum(other.start_s <= pool.start_s for other in pools) >= count
+        sorted(ends, reverse=True)[count - 1] - pool.start_s
+        for ends, pool in zip(begun, pools, strict=True)
+        if len(ends) >= count
     )
 
 
