@@ -247,7 +247,8 @@ class AdaptiveRegions:
 
     def decide(self, sight: Sight) -> Machines:
         jobs, first = self._jobs, sight.tick == 0
-        anywhere = sight.up.any(axis=1)
+        available = sight.up & (sight.usd < jobs.on_demand[:, None])[:, :, None]
+        anywhere = available.any(axis=1)
         if first:
             self._history.begin(anywhere)
         self._history.observe(anywhere, sight.now_s)
@@ -258,10 +259,10 @@ class AdaptiveRegions:
         for job in np.flatnonzero(sight.done < jobs.work):
             on_spot = self._on_spot[job]
             region = np.where(on_spot, sight.machine[job], NOWHERE)
-            self._lives[job].observe(sight.up[job], jobs.tick_s)
-            alive = (region != NOWHERE) & sight.up[job][region, np.arange(jobs.num_slots)]
+            self._lives[job].observe(available[job], jobs.tick_s)
+            alive = (region != NOWHERE) & available[job][region, np.arange(jobs.num_slots)]
             spot = SpotRegions(
-                usd_per_h=np.repeat(sight.usd[job][:, None], jobs.num_slots, axis=1), available=sight.up[job],
+                usd_per_h=np.repeat(sight.usd[job][:, None], jobs.num_slots, axis=1), available=available[job],
                 start_usd=jobs.start_usd[job, :-1], life_s=self._lives[job].life_s,
             )  # fmt: skip
             state = PlannerState(
