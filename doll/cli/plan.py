@@ -219,12 +219,12 @@ def _regions(
     egress = options.EGRESS_USD_PER_GB if given.egress is None else given.egress
     per_worker = section.machines_per_worker or (config.machines_per_worker if config else 1)
     mean_rate = sum(rates) / len(rates) / per_worker
-    found = region_prices(machines, egress, given.price_table, datetime.now(UTC).date(), notes)
+    priced = region_prices(machines, egress, given.price_table, datetime.now(UTC).date(), notes)
     notes.append(
         f"alpha {section.alpha:g} is the availability of one region; workers that leave a region after an interruption "
         "have at least this. `doll provision` launches workers in one region: the plan is an estimate"
     )
-    return RegionCosts(found, traffic, mean_rate, policy.name)
+    return RegionCosts(priced, traffic, mean_rate, policy.name)
 
 
 def _model_bytes(config: JobConfig | None) -> float:

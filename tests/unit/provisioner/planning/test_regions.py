@@ -122,7 +122,8 @@ def test_lifetimes_are_those_of_machines_that_were_interrupted() -> None:
     assert lives.life_s[1] < 600.0
 
 
-PLAN = "plan -N 4 --rate 100 -K 4 -b 100 -J 20000 --alpha 0.9 --model-mb 1 --also-in".split()
+PLAN = ["plan", "-N", "4", "--rate", "100", "-K", "4", "-b", "100", "-J", "20000", "--alpha", "0.9", "--model-mb", "1",
+        "--also-in"]  # fmt: skip
 
 
 def test_doll_plan_names_the_prices_and_the_traffic_of_each_region() -> None:

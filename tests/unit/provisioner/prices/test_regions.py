@@ -10,7 +10,10 @@ from doll.errors import ConfigError
 from doll.provisioner.prices.regions import region_prices
 
 TODAY = date(2026, 12, 1)
-ROWS = "region,instance_type,usd_per_hour,spot_usd_per_hour,egress_usd_per_gb\nmoon-1,big,0.3,0.1,0.05\nmoon-2,big,0.4,0.1,\n"
+ROWS = """region,instance_type,usd_per_hour,spot_usd_per_hour,egress_usd_per_gb
+moon-1,big,0.3,0.1,0.05
+moon-2,big,0.4,0.1,
+"""
 
 
 def table(tmp_path: Path, text: str) -> Path:
