@@ -49,8 +49,9 @@ def backtest(
     egress: options.EgressOption = None,
     model_mb: options.ModelMbOption = None,
     policy: Annotated[
-        str, typer.Option(help="With --regions: policy whose traffic is billed, with the defaults of its section.")
-    ] = "doll",
+        str | None,
+        typer.Option(help="With --regions: policy whose traffic is billed, with its defaults [default: doll]."),
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Parallel processes [default: one per core].", show_default=False)
     ] = None,
@@ -107,10 +108,10 @@ def backtest(
     sets, skips = usable(folder, selected, settings)
     of_regions = None
     if regions is not None:
-        of_regions = _of_regions(settings, regions, egress, model_mb, policy)
+        of_regions = _of_regions(settings, regions, egress, model_mb, policy or "doll")
         sets, skips = with_regions(folder, sets, skips, settings, regions)
-    elif egress is not None or model_mb is not None:
-        raise typer.BadParameter("--egress, --model-mb: expected --regions with it")
+    elif any(given is not None for given in (egress, model_mb, policy)):
+        raise typer.BadParameter("--egress, --model-mb, --policy: expected --regions with them")
     _warn(left_out_text(skips))
 
     def replay_cell(trace_set: TraceSet, ratio: float, own: BacktestSettings) -> list[Row]:
