@@ -81,6 +81,14 @@ InstanceOption = Annotated[
 RegionOption = Annotated[
     str | None, typer.Option(help="AWS region of --instance [default: fleet.region or us-east-1].")
 ]
+EGRESS_USD_PER_GB: Final = 0.02  # between regions of AWS in North America and Europe
+EgressOption = Annotated[
+    float | None,
+    typer.Option(min=0, max=1000, help="Price of a GB that leaves a region, USD [default: 0.02].", show_default=False),
+]
+ModelMbOption = Annotated[
+    float | None, typer.Option(min=0, max=1e7, help="Size of the weights in MB, for the traffic between regions.")
+]
 TraceOption = Annotated[
     Path | None, typer.Option("--trace", metavar="FOLDER", help="Recorded market to replay (docs/traces.md).")
 ]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,9 +15,10 @@ from doll.cli import options
 from doll.cli.output import emit
 
 if TYPE_CHECKING:
-    from doll.config import JobConfig
+    from doll.config import JobConfig, PlanConfig
     from doll.provisioner.planning.assessment import Assessment
     from doll.provisioner.planning.functions import FunctionCost
+    from doll.provisioner.planning.regions import RegionCosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,27 @@ class PipelineOptions:
     between_nodes: Annotated[float | None, typer.Option(min=1e-6, help="With --pipeline: GB/s between nodes.")] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class RegionsOptions:
+    """Options for workers in several regions."""
+
+    also_in: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REGION[=TYPE]",
+            help="Another region that workers may use, with its instance type if it differs; may be repeated.",
+        ),
+    ] = None
+    price_table: Annotated[
+        Path | None, typer.Option(metavar="CSV", help="With --also-in: prices by region [default: a table in DOLL].")
+    ] = None
+    egress: options.EgressOption = None
+    model_mb: options.ModelMbOption = None
+    record_bytes: Annotated[
+        float | None, typer.Option(min=0, help="With --also-in: bytes of a sample in Kafka [default: not counted].")
+    ] = None
+
+
 def plan(
     job: options.JobOptions,
     stream: options.StreamOptions,
@@ -78,6 +101,7 @@ def plan(
     *,
     instance: options.InstanceOption = None,
     region: options.RegionOption = None,
+    regions: RegionsOptions,
     stack: Annotated[
         Literal["self_managed", "msk", "none"],
         typer.Option(help="Further machines to include in the cost: own Kafka machines, MSK, or none."),
@@ -97,6 +121,9 @@ def plan(
     Values are taken from the options, otherwise from the job file's plan section. If no price is given, the price of
     --instance in --region is taken from a table in DOLL. Exit code 3 if no feasible plan exists. With --pipeline FLEET,
     the plan says which devices of the fleet form a worker, as stages of a pipeline, and how fast each worker is.
+
+    With --also-in, workers may be in several regions, and their traffic with the home region (--region) is part of the
+    prices. Live fleets launch workers in one region.
 
     Example: doll plan digits --instance c7g.large --region eu-west-1 --deadline 4m
 
@@ -118,13 +145,17 @@ def plan(
         raise typer.BadParameter(f"--{alone[0].replace('_', '-')}: expected --pipeline FLEET with it")
     section = changed_plan(config.plan if config is not None else PlanConfig(), **vars(goals), **vars(market))
     has_price = market.spot_usd_per_h is not None or market.on_demand_usd_per_h is not None
-    if has_price and (instance is not None or region is not None):
+    if has_price and (instance is not None or region is not None or regions.also_in):
         raise typer.BadParameter(
-            "expected --instance and --region, or --spot-price and --on-demand-price, got some of both"
+            "expected --instance and --region (and --also-in), or --spot-price and --on-demand-price, got some of both"
         )
     section, pilot_notes = with_pilot(config, section)
     price_notes: list[str] = []
-    section = with_prices(config, section, instance, region, price_notes)
+    costs = _regions(config, section, stream, instance, region, regions, price_notes)
+    if costs is None:
+        section = with_prices(config, section, instance, region, price_notes)
+    else:
+        section = section.model_copy(update=vars(costs.cheapest))
     request, notes = plan_request(config, section, stream.rates_per_s(config), stream.group_size, stream.batch_size)
     notes = [*price_notes, *pilot_notes, *notes]
     simulated = config is not None and getattr(config.fleet, "speed_up", 1) != 1  # no part of it runs on AWS
@@ -145,11 +176,63 @@ def plan(
         lines = stack_lines(kind, assessment.static.expected_finish_s, assessment.static.expected_cost_usd)
     functions = _functions(assessment, config, functions_mb)
     beside = lines if functions is None else [*functions.lines(), *lines]
+    beside = beside if costs is None else [*costs.lines(), *beside]
     document = {**assessment.to_dict(), "notes": notes, "stack": further}
     document["functions"] = None if functions is None else functions.to_dict()
+    document["regions"] = None if costs is None else costs.to_dict()
     emit(as_json, document, report_text(assessment, notes, beside))
     if assessment.problem is not None:
         raise typer.Exit(assessment.problem.exit_code)
+
+
+def _regions(
+    config: JobConfig | None, section: PlanConfig, stream: options.StreamOptions, instance: str | None,
+    region: str | None, given: RegionsOptions, notes: list[str],
+) -> RegionCosts | None:  # fmt: skip
+    """Return the prices in all regions with traffic; None without --also-in."""
+    from doll.config.policy import default_policy
+    from doll.provisioner.planning.regions import RegionCosts, policy_traffic
+    from doll.provisioner.prices.regions import region_prices
+    from doll.provisioner.prices.shipped import machine_of
+
+    if not given.also_in:
+        if alone := [name for name, value in vars(given).items() if value is not None and name != "also_in"]:
+            raise typer.BadParameter(f"--{alone[0].replace('_', '-')}: expected --also-in REGION with it")
+        return None
+    kind, home = machine_of(config, instance, region)
+    machines = [(home, kind)]
+    for text in given.also_in:
+        name, _, other = text.partition("=")
+        if not name or name in dict(machines):
+            raise typer.BadParameter(f"--also-in: expected a region that is not named twice, got {text!r}")
+        machines.append((name, other or kind))
+    if given.model_mb is None and config is None:
+        raise typer.BadParameter("--also-in: expected --model-mb or a job file, for the traffic between regions")
+    rates, batch = stream.rates_per_s(config), stream.batch_size or (config.data.batch_size if config else None)
+    if batch is None:
+        raise typer.BadParameter("--also-in: expected --batch-size or a job file, for the traffic between regions")
+    policy = default_policy() if config is None else config.training.policy
+    traffic = policy_traffic(
+        policy, model_bytes=_model_bytes(config) if given.model_mb is None else 1e6 * given.model_mb,
+        batch_size=batch, num_workers=len(rates), record_bytes=given.record_bytes or 0.0,
+    )  # fmt: skip
+    egress = options.EGRESS_USD_PER_GB if given.egress is None else given.egress
+    per_worker = section.machines_per_worker or (config.machines_per_worker if config else 1)
+    mean_rate = sum(rates) / len(rates) / per_worker
+    priced = region_prices(machines, egress, given.price_table, datetime.now(UTC).date(), notes)
+    notes.append(
+        f"alpha {section.alpha:g} is the availability of one region; workers that leave a region after an interruption "
+        "have at least this. `doll provision` launches workers in one region: the plan is an estimate"
+    )
+    return RegionCosts(priced, traffic, mean_rate, policy.name)
+
+
+def _model_bytes(config: JobConfig | None) -> float:
+    """Return the bytes of the job's weights, as float32. Imports torch."""
+    from doll.run.local.preflight import check_model
+
+    assert config is not None
+    return 4.0 * check_model(config, begins=False).values
 
 
 def _functions(assessment: Assessment, config: JobConfig | None, memory_mb: int | None) -> FunctionCost | None:

@@ -19,7 +19,7 @@ from doll.theory.cost import SECONDS_PER_HOUR
 
 DEFAULT_INSTANCE: Final = "c7g.large"  # 2 vCPUs, of the cheapest in USD per vCPU
 DEFAULT_REGION: Final = "us-east-1"
-_TABLES: Final = ("ec2_on_demand.csv", "ec2_regions.csv")
+TABLES: Final = ("ec2_on_demand.csv", "ec2_regions.csv")
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class ShippedPrice:
 def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
     """Return the on-demand prices of a region by instance type; empty for most regions."""
     prices: dict[str, OnDemandPrice] = {}
-    for table in _TABLES:
-        facts, rows = _table(table)
+    for table in TABLES:
+        facts, rows = price_table(table)
         for row in rows:
             if row["region"] == region:
                 price = OnDemandPrice(float(row["usd_per_hour"]), f"shipped table: {facts['source']}", facts["as_of"])
@@ -63,7 +63,7 @@ def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
 def shipped_price(instance: str, region: str) -> ShippedPrice:
     """Return both prices of an instance type. Raises ConfigError if the table lacks the type; the message lists its
     types."""
-    facts, rows = _table(_TABLES[1])
+    facts, rows = price_table(TABLES[1])
     for row in rows:
         if (row["instance_type"], row["region"]) == (instance, region):
             spot, on_demand = float(row["spot_usd_per_hour"]), float(row["usd_per_hour"])
@@ -77,9 +77,13 @@ def shipped_price(instance: str, region: str) -> ShippedPrice:
 
 
 @functools.cache
-def _table(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+def price_table(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Return the facts in a table's comments, and its rows."""
-    text = importlib.resources.files("doll.provisioner.prices").joinpath(name).read_text(encoding="utf-8")
+    return parsed_table(importlib.resources.files("doll.provisioner.prices").joinpath(name).read_text(encoding="utf-8"))
+
+
+def parsed_table(text: str) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Return the facts in the comments of a table, `# key: value`, and its rows."""
     lines = text.splitlines()
     facts = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
     return facts, list(csv.DictReader(line for line in lines if not line.startswith("#")))
@@ -91,7 +95,7 @@ def machine_of(config: JobConfig | None, instance: str | None, region: str | Non
     fleet = None if config is None else config.fleet
     if isinstance(fleet, Ec2FleetConfig):
         region = region or fleet.region or DEFAULT_REGION
-        priced = {row["instance_type"] for row in _table(_TABLES[1])[1] if row["region"] == region}
+        priced = {row["instance_type"] for row in price_table(TABLES[1])[1] if row["region"] == region}
         return instance or next(
             (kind for kind in fleet.instance_types if kind in priced), fleet.instance_types[0]
         ), region

@@ -1,6 +1,6 @@
 """Recorded prices and availability in one normal form: a folder of CSV files that anybody can write (docs/traces.md).
 
-pools.csv         trace_set,pool,num_machines,on_demand_usd_per_hour[,spot_usd_per_hour]
+pools.csv         trace_set,pool,num_machines,on_demand_usd_per_hour[,spot_usd_per_hour,machine]
 prices.csv        pool,seconds,usd_per_hour      (a row holds until the pool's next row)
 availability.csv  pool,seconds,num_up            (likewise; 0 .. num_machines)
 """
@@ -64,6 +64,7 @@ class Pool:
         num_machines: number of machines that were requested while `num_up` was recorded.
         price: spot price, USD per machine and hour.
         num_up: number of machines that were up or available, 0 .. num_machines.
+        machine: kind of its machines. A job can use pools of a set with the same kind as its regions.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Pool:
     on_demand_usd_per_hour: float
     price: Series
     num_up: Series
+    machine: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_machines <= MAX_MACHINES or not 0 < self.on_demand_usd_per_hour <= MAX_USD_PER_HOUR:
@@ -195,7 +197,7 @@ def _pool(
     if num_up is None:
         num_up = up_at_bid(price, int(num_machines), on_demand)
     try:
-        return Pool(name, int(num_machines), on_demand, price, num_up)
+        return Pool(name, int(num_machines), on_demand, price, num_up, row.get("machine") or "")
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 

@@ -20,7 +20,7 @@ from doll_lab.backtests.baselines import (
 )
 
 # Half a machine-hour up and half down before any observation (Jeffreys' prior, weighted in hours).
-_PRIOR_S = 1800.0
+PRIOR_S = 1800.0
 # In a real job, the planner runs at most every 30 s: an outage of this length may be missed, whatever the tick is.
 LIVE = PlannerSettings(samples=1, batch_size=1, deadline_s=1.0, replan_s=30.0)
 ADAPTIVE = "adaptive"
@@ -51,8 +51,8 @@ class Adaptive:
         self._rates = np.broadcast_to(job.rates_per_s, shape)
         self._history = SlotHistory(shape)
         self._choice: Choices = np.full(shape, SPOT)
-        self._on_s = np.full(job.num_jobs, _PRIOR_S)
-        self._off_s = np.full(job.num_jobs, _PRIOR_S)
+        self._on_s = np.full(job.num_jobs, PRIOR_S)
+        self._off_s = np.full(job.num_jobs, PRIOR_S)
 
     def decide(self, observation: Observation) -> Choices:
         job, first = self._job, observation.now_s == 0.0

@@ -49,6 +49,9 @@ class BacktestSettings:
     seed: int = 0
 
 
+ReplayCell = Callable[[TraceSet, float, BacktestSettings], list["Row"]]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The results of one policy on one set of windows; arrays of shape (W,).
@@ -147,9 +150,26 @@ def backtest(
     processes: int = 1,
     progress: Callable[[str], None] = lambda cell: None,
 ) -> list[Row]:
-    """Run every policy on the same windows of every trace set and deadline. Call it from the main thread.
+    """Run every policy on the same windows of every trace set and deadline, as `replay_cells` does."""
+
+    def replay_cell(trace_set: TraceSet, ratio: float, own: BacktestSettings) -> list[Row]:
+        return backtest_one(trace_set, ratio, own, policies())
+
+    return replay_cells(sets, settings, replay_cell, processes=processes, progress=progress)
+
+
+def replay_cells(
+    sets: Sequence[TraceSet],
+    settings: BacktestSettings,
+    replay_cell: ReplayCell,
+    *,
+    processes: int = 1,
+    progress: Callable[[str], None] = lambda cell: None,
+) -> list[Row]:
+    """Replay every trace set with every deadline. Call it from the main thread.
 
     Args:
+        replay_cell: function that replays one trace set with one deadline.
         processes: number of forked processes; it does not change the results. Each task is one trace set with one
             deadline. The processes die with this process. If processes cannot be forked, one process is used.
         progress: function that is called with the name of each replayed trace set and deadline.
@@ -164,27 +184,27 @@ def backtest(
         return rows
 
     if processes < 2 or not CAN_FORK:
-        return gather(backtest_one(sets[index], ratio, settings, policies()) for index, ratio in tasks)
+        return gather(replay_cell(sets[index], ratio, settings) for index, ratio in tasks)
     # A forked process already has the recordings, so only rows are sent between the processes.
     context = multiprocessing.get_context("fork")
-    with context.Pool(min(processes, len(tasks)), _begin, (os.getpid(), sets, settings, policies)) as pool:
+    with context.Pool(min(processes, len(tasks)), _begin, (os.getpid(), sets, settings, replay_cell)) as pool:
         return gather(pool.imap(_replay, tasks))
 
 
-_work: tuple[Sequence[TraceSet], BacktestSettings, Policies] | None = None  # work of a forked process
+_work: tuple[Sequence[TraceSet], BacktestSettings, ReplayCell] | None = None  # work of a forked process
 
 
-def _begin(parent_pid: int, sets: Sequence[TraceSet], settings: BacktestSettings, policies: Policies) -> None:
+def _begin(parent_pid: int, sets: Sequence[TraceSet], settings: BacktestSettings, replay_cell: ReplayCell) -> None:
     global _work
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler only notes that the pool ends this process
     die_with_parent(parent_pid)
-    _work = (sets, settings, policies)
+    _work = (sets, settings, replay_cell)
 
 
 def _replay(task: tuple[int, float]) -> list[Row]:
     assert _work is not None
-    sets, settings, policies = _work
-    return backtest_one(sets[task[0]], task[1], settings, policies())
+    sets, settings, replay_cell = _work
+    return replay_cell(sets[task[0]], task[1], settings)
 
 
 def select(folder: Path, surveyed: Survey, parts: Sequence[str] | None) -> Survey:
@@ -223,7 +243,7 @@ def usable(folder: Path, selected: Survey, settings: BacktestSettings) -> tuple[
 
 def too_short(trace_set: TraceSet, settings: BacktestSettings) -> str:
     """Return why no meaningful job fits into the recordings of a set; "" if one does."""
-    _, on_demand_s = _job_s(trace_set, settings)
+    _, on_demand_s = job_s(trace_set, settings)
     least_s = _LEAST_BOOTS * max(settings.boot_s, settings.tick_s)
     if on_demand_s >= min(least_s, settings.job_hours * 3600.0):
         return ""
@@ -233,7 +253,7 @@ def too_short(trace_set: TraceSet, settings: BacktestSettings) -> str:
     )
 
 
-def _job_s(trace_set: TraceSet, settings: BacktestSettings) -> tuple[float, float]:
+def job_s(trace_set: TraceSet, settings: BacktestSettings) -> tuple[float, float]:
     """Return the length of a window, and θ_0, in seconds."""
     longest_s = max(pool.length_s for pool in trace_set.pools)
     most = max(settings.deadline_ratios)
@@ -243,7 +263,7 @@ def _job_s(trace_set: TraceSet, settings: BacktestSettings) -> tuple[float, floa
 
 def windows_of(trace_set: TraceSet, settings: BacktestSettings) -> tuple[Windows, float]:
     """Return the jobs of a trace set, equal for all deadlines and other replayed sets, and θ_0 in seconds."""
-    length_s, on_demand_s = _job_s(trace_set, settings)
+    length_s, on_demand_s = job_s(trace_set, settings)
     windows = sample(
         trace_set, count=settings.windows, length_s=length_s, tick_s=settings.tick_s,
         num_slots=len(settings.rates_per_s),

@@ -117,6 +117,25 @@ def table(rows: Sequence[Row]) -> str:
     return "\n\n".join([*blocks, block("all trace sets and deadlines", overall(rows))])
 
 
+def gaps_text(rows: Sequence[Row]) -> str:
+    """Return the planner's gap to the optimum, and those of its rivals, as text."""
+    gaps = {
+        f"{row.trace_set} x {row.deadline_ratio:g}": 100 * (row.over_bound - 1)
+        for row in rows
+        if row.policy == ADAPTIVE
+    }
+    met = all(row.met_percent >= _ALL for row in rows if row.policy == ADAPTIVE)
+    worst = max(gaps, key=lambda at: gaps[at])
+    others = ", ".join(
+        f"{row.policy} {100 * (row.over_bound - 1):.1f} %" + ("" if row.met_percent >= _ALL else " (late)")
+        for row in overall(rows) if row.policy != ADAPTIVE
+    )  # fmt: skip
+    return (
+        f"adaptive: {'met every deadline' if met else 'MISSED deadlines'}; {np.mean(list(gaps.values())):.1f} % above "
+        f"the optimum, at worst {gaps[worst]:.1f} % ({worst})\nothers: {others}"
+    )
+
+
 def text(rows: Sequence[Row]) -> str:
     """Return the table and the verdict as text."""
     return f"{table(rows)}\n\n{verdict(rows).text}"

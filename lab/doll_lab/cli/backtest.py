@@ -6,11 +6,19 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from doll.cli import options
 from doll.cli.output import emit, progress_bar
+
+if TYPE_CHECKING:
+    from doll.provisioner.traces.model import TraceSet
+
+    from doll_lab.backtests.backtest import BacktestSettings, Row
+    from doll_lab.backtests.regions import RegionSettings
+
+_BATCH_SIZE: Final = 256  # as in the paper's experiments
 
 
 def backtest(
@@ -34,6 +42,16 @@ def backtest(
     trace_set: Annotated[
         list[str] | None, typer.Option(help="Only trace sets whose name contains this; may be repeated.")
     ] = None,
+    regions: Annotated[
+        int | None,
+        typer.Option(min=2, max=32, help="Pools of one kind of machine that each job may use, as its regions."),
+    ] = None,
+    egress: options.EgressOption = None,
+    model_mb: options.ModelMbOption = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="With --regions: policy whose traffic is billed, with its defaults [default: doll]."),
+    ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Parallel processes [default: one per core].", show_default=False)
     ] = None,
@@ -53,14 +71,20 @@ def backtest(
     Without --workers a job has 64, without --boot machines take 3m to boot. Recordings are validated independently: an
     unusable one is skipped, with the reason.
 
+    With --regions R a job may use R pools of one kind of machine, and its home is the first of them. Workers elsewhere
+    pay for their traffic. The cost is then relative to the exact optimum with boots and moves (docs/traces.md).
+
     Example: doll backtest my-traces --out backtest
+
+    Example: doll backtest my-traces --regions 3 --workers 16 --policy diloco --model-mb 5
     """
     from doll.provisioner.traces.recordings import left_out_text, survey
 
     from doll_lab.backtests import backtest_report
     from doll_lab.backtests.adaptive import backtest_policies
-    from doll_lab.backtests.backtest import BacktestSettings, select, usable
-    from doll_lab.backtests.backtest import backtest as replay_all
+    from doll_lab.backtests.backtest import BacktestSettings, backtest_one, replay_cells, select, usable
+    from doll_lab.backtests.region_backtest import backtest_regions
+    from doll_lab.backtests.regions import with_regions
     from doll_lab.traces.export import write_folder
 
     selected = select(folder, survey(folder), trace_set)
@@ -82,18 +106,53 @@ def backtest(
         boot_s=180.0 if boot is None else boot, tick_s=tick, seed=seed,
     )  # fmt: skip
     sets, skips = usable(folder, selected, settings)
+    of_regions = None
+    if regions is not None:
+        of_regions = _of_regions(settings, regions, egress, model_mb, policy or "doll")
+        sets, skips = with_regions(folder, sets, skips, settings, regions)
+    elif any(given is not None for given in (egress, model_mb, policy)):
+        raise typer.BadParameter("--egress, --model-mb, --policy: expected --regions with them")
     _warn(left_out_text(skips))
+
+    def replay_cell(trace_set: TraceSet, ratio: float, own: BacktestSettings) -> list[Row]:
+        if of_regions is not None:
+            return backtest_regions(trace_set, ratio, own, of_regions)
+        return backtest_one(trace_set, ratio, own, backtest_policies())
+
     with progress_bar("replaying", len(sets) * len(ratios)) as bar:
-        rows = replay_all(
-            sets, settings, backtest_policies, processes=processes or os.cpu_count() or 1,
+        rows = replay_cells(
+            sets, settings, replay_cell, processes=processes or os.cpu_count() or 1,
             progress=lambda done: bar(advance=1, description=done),
         )  # fmt: skip
     report = {**backtest_report.to_json(rows, settings), "skipped": [asdict(skip) for skip in skips]}
     text = backtest_report.text(rows)
+    if of_regions is not None:
+        report["regions"] = asdict(of_regions)
+        text = f"{backtest_report.table(rows)}\n\n{backtest_report.gaps_text(rows)}"
     if out is not None:
         backtest_report.write_report(rows, report, out)
         text += f"\nwritten: {out / 'backtest.json'}, .csv, .png"
     emit(as_json, report, text)
+
+
+def _of_regions(
+    settings: BacktestSettings, count: int, egress: float | None, model_mb: float | None, policy: str
+) -> RegionSettings:
+    """Return the settings of the regions, with the traffic of a policy. Raises BadParameter for an unknown policy."""
+    from doll.config.policy import POLICIES
+    from doll.provisioner.planning.regions import policy_traffic
+
+    from doll_lab.backtests.optimum import boot_ticks
+    from doll_lab.backtests.regions import RegionSettings
+
+    boot_ticks(settings.boot_s, settings.tick_s)
+    if policy not in POLICIES.names():
+        raise typer.BadParameter(f"--policy: expected one of {', '.join(POLICIES.names())}, got {policy!r}")
+    traffic = policy_traffic(
+        POLICIES.validate({"name": policy}), model_bytes=1e6 * (model_mb or 0.0), batch_size=_BATCH_SIZE,
+        num_workers=len(settings.rates_per_s),
+    )  # fmt: skip
+    return RegionSettings(count, options.EGRESS_USD_PER_GB if egress is None else egress, traffic)
 
 
 def _warn(text: str) -> None:

@@ -90,7 +90,8 @@ def load(path: Path) -> tuple[list[TraceSet], Parts]:
         name = f"{zone} {_kind(kind, product)}"
         try:
             price_of = Series(at_s, np.array([usd for _, usd in history]))
-            pools.append(Pool(name, _MACHINES, on_demand, price_of, up_at_bid(price_of, _MACHINES, on_demand)))
+            num_up = up_at_bid(price_of, _MACHINES, on_demand)
+            pools.append(Pool(name, _MACHINES, on_demand, price_of, num_up, _kind(kind, product)))
         except ConfigError as error:
             skipped.append((f"pool {name}", str(error)))
     if not pools:

@@ -22,8 +22,8 @@ def write_folder(sets: Iterable[TraceSet], folder: Path) -> None:
     ]
     _write(
         folder / POOLS,
-        POOL_COLUMNS,
-        ((name, pool.name, pool.num_machines, repr(pool.on_demand_usd_per_hour)) for name, pool in pools),
+        (*POOL_COLUMNS, "machine"),
+        ((name, pool.name, pool.num_machines, repr(pool.on_demand_usd_per_hour), pool.machine) for name, pool in pools),
     )
     _write(folder / PRICES, ("pool", "seconds", "usd_per_hour"), _steps((pool.name, pool.price) for _, pool in pools))
     _write(folder / AVAILABILITY, ("pool", "seconds", "num_up"), _steps((pool.name, pool.num_up) for _, pool in pools))

@@ -42,10 +42,10 @@ def columns_of(first_line: str) -> frozenset[str]:
     return frozenset(cell.strip().strip('"') for cell in first_line[:MAX_HEADER_CHARS].split(","))
 
 
-def unpriced(name: str, num_machines: int, num_up: Series) -> Pool:
+def unpriced(name: str, num_machines: int, num_up: Series, machine: str = "") -> Pool:
     """Return a pool with the paper's prices, for a recording without prices."""
     price = constant(SPOT_USD_PER_HOUR, float(num_up.times_s[0]), float(num_up.times_s[-1]))
-    return Pool(name, num_machines, ON_DEMAND_USD_PER_HOUR, price, num_up)
+    return Pool(name, num_machines, ON_DEMAND_USD_PER_HOUR, price, num_up, machine)
 
 
 def steps(times: Sequence[float], counts: Sequence[float]) -> Series:

@@ -48,9 +48,10 @@ def _pool(text: str) -> tuple[str, Pool]:
     if not 0 < gap_s <= _LONGEST_GAP_S:
         raise MalformedError(f"gap_seconds: expected a time above 0, got {gap_s}")
     date = short(trace["start_date"], 40)
-    name = f"{short(trace['zone'], 60)} {short(trace['resource'], 60)} {date}"
+    machine = short(trace["resource"], 60)
+    name = f"{short(trace['zone'], 60)} {machine} {date}"
     times_s = np.arange(len(counts) + 1, dtype=np.float64) * gap_s
-    pool = unpriced(name, nodes, Series(times_s, np.append(counts, counts[-1])))
+    pool = unpriced(name, nodes, Series(times_s, np.append(counts, counts[-1])), machine)
     return f"skypilot-{short(trace['kind'], 40)}-{date}", pool
 
 

@@ -90,3 +90,40 @@ def test_a_wrong_backtest_says_what_was_expected(
     result = CliRunner().invoke(app, ["backtest", *filled])
     assert result.exit_code == code
     assert expected in result.stderr
+
+
+def _lines(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.slow  # backtests
+def test_doll_backtest_runs_jobs_in_several_regions(tmp_path: Path) -> None:
+    write_folder([flicker(5, hours=30.0)], tmp_path / "mine")
+    arguments = ["backtest", str(tmp_path / "mine"), "--workers", "3", "--windows", "2", "--deadline-ratio", "1.2",
+                 "--job-length", "6h", "--processes", "1", "--regions", "2", "--policy", "diloco",
+                 "--model-mb", "5"]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "adaptive-home-only" in result.stdout
+    assert "adaptive: met every deadline" in result.stdout
+    assert "above the optimum" in result.stdout
+    as_json = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert as_json["regions"]["count"] == 2
+    assert as_json["regions"]["traffic"]["start_bytes"] == 5e6
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--regions", "3"], "expected 3 pools of one kind of machine"),
+        (["--regions", "2", "--boot", "100"], "expected a multiple of --tick"),
+        (["--regions", "2", "--policy", "dolly"], "--policy: expected one of doll,"),
+        (["--egress", "0.1"], "expected --regions with them"),
+        (["--policy", "doll"], "expected --regions with them"),
+    ],
+)
+def test_wrong_options_of_regions_are_refused(tmp_path: Path, options: list[str], expected: str) -> None:
+    write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
+    result = CliRunner().invoke(app, ["backtest", str(tmp_path / "mine"), "--workers", "2", *options])
+    assert result.exit_code == 2
+    assert expected in _lines(result.output)

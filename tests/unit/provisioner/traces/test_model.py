@@ -74,11 +74,13 @@ def test_the_example_in_the_documentation_is_read(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     price = Series(np.array([0.0, 0.1, 7.0]), np.array([0.123456789, 0.1, 0.1]))
-    sets = [TraceSet("s", (Pool("p q", 3, 0.7, price, Series(np.array([0.0, 3.0]), np.array([3.0, 1.0]))),))]
+    num_up = Series(np.array([0.0, 3.0]), np.array([3.0, 1.0]))
+    sets = [TraceSet("s", (Pool("p q", 3, 0.7, price, num_up, "c5.xlarge"),))]
     write_folder(sets, tmp_path / "out")
     (back,) = load(tmp_path / "out")
     pool = back.pools[0]
     assert (back.name, pool.name, pool.num_machines, pool.on_demand_usd_per_hour) == ("s", "p q", 3, 0.7)
+    assert pool.machine == "c5.xlarge"
     assert pool.price.times_s.tolist() == price.times_s.tolist()
     assert pool.price.values.tolist() == price.values.tolist()
     assert pool.num_up.values.tolist() == [3.0, 1.0]
