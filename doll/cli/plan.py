@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -78,10 +79,7 @@ def plan(
     *,
     instance: options.InstanceOption = None,
     region: options.RegionOption = None,
-    stack: Annotated[
-        Literal["self_managed", "msk", "none"],
-        typer.Option(help="Further machines to include in the cost: own Kafka machines, MSK, or none."),
-    ] = "self_managed",
+    stack: options.StackOption = "self_managed",
     functions_mb: Annotated[
         int | None,
         typer.Option(min=128, max=10_240, help="Compare with AWS Lambda functions of this memory [fleet.memory_mb]."),
@@ -103,11 +101,12 @@ def plan(
     Example: doll plan -N 64 --rate 125 -K 20 -b 256 -J 10000 --alpha 0.9 --deadline 112m
     --spot-price 0.158 --on-demand-price 0.286
     """
+    from doll.amounts import duration
     from doll.config import PlanConfig
     from doll.monitor.state.pilot_run import with_pilot
     from doll.provisioner.planning.assessment import assess, report_text
     from doll.provisioner.planning.plan_request import changed_plan, plan_request
-    from doll.provisioner.prices.shipped import PARTS, StackKind, stack_lines, with_prices
+    from doll.provisioner.prices.shipped import StackKind, cold_starts, cost_lines, service_costs, sum_of, with_prices
 
     config = job.config_if_named()
     if pipeline.pipeline is not None:
@@ -139,10 +138,20 @@ def plan(
     if plot is not None:
         _save_charts(assessment, plot)
         notes.append(f"plot: {plot}")
-    further, lines = None, list[str]()
-    if kind is not None:
-        further = {"kind": kind, "usd_per_h": {part.name: part.usd_per_h for part in PARTS[kind]}}
-        lines = stack_lines(kind, assessment.static.expected_finish_s, assessment.static.expected_cost_usd)
+    further, lines, static = None, list[str](), assessment.static
+    if kind is not None and math.isfinite(static.expected_finish_s):
+        seconds, spot = static.expected_finish_s, assessment.num_spot
+        boots = cold_starts(
+            spot, request.num_workers - spot, seconds, boot_s=request.planner.boot_s, cycle_s=request.planner.cycle_s,
+            prices=request.prices,
+        )  # fmt: skip
+        costs = [*service_costs(kind, section.services, seconds), boots]
+        head = f"Costs for {duration(seconds)}, with AWS's services in us-east-1, kafka_mode {kind}"
+        lines = cost_lines(head, static.expected_cost_usd, costs)
+        further = {
+            "kind": kind, "lines": [line._asdict() for line in costs],
+            "sum_usd": static.expected_cost_usd + sum_of(costs),
+        }  # fmt: skip
     functions = _functions(assessment, config, functions_mb)
     beside = lines if functions is None else [*functions.lines(), *lines]
     document = {**assessment.to_dict(), "notes": notes, "stack": further}

@@ -10,6 +10,31 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from doll.config.section import LONGEST_S, Section
 
 MAX_MACHINES_PER_WORKER = 64
+Service = Literal["kafka", "cache", "control_host", "network", "keys", "checkpoints", "egress", "storage"]
+
+
+class ServicesConfig(Section):
+    """The costs of a job beside its workers, for plans, reports, `doll bill` and the page.
+
+    A price that is not set is that of DOLL's table (deploy/terraform/README.md, us-east-1).
+    """
+
+    run_anyway: list[Service] = Field(default_factory=list)
+    """services that run without this job, too, such as a Kafka cluster of your own; their cost is not counted"""
+    kafka_usd_per_h: float | None = Field(default=None, ge=0)
+    """price of Kafka"""
+    cache_usd_per_h: float | None = Field(default=None, ge=0)
+    """price of Redis; in the table it runs on the control host"""
+    control_host_usd_per_h: float | None = Field(default=None, ge=0)
+    """price of the machine of the parameter server and the other roles"""
+    network_usd_per_h: float | None = Field(default=None, ge=0)
+    """price of NAT gateways and endpoints, without the data"""
+    checkpoints_usd_per_h: float | None = Field(default=None, ge=0)
+    """price of the requests to the bucket of the checkpoints; in the table a checkpoint is saved every 2 s"""
+    egress_gb_per_h: float | None = Field(default=None, ge=0)
+    """gigabytes that leave for the internet per hour; default: they are not priced"""
+    storage_gb: float | None = Field(default=None, ge=0)
+    """gigabytes of disks and buckets that exist for the job; default: they are not priced"""
 
 
 class PlanConfig(Section):
@@ -47,6 +72,7 @@ class PlanConfig(Section):
     """time from a launch until the worker is ready, with the last of its machines"""
     margin: float = Field(default=0.005, ge=0, lt=1)
     """fraction of the deadline that is kept as a reserve"""
+    services: ServicesConfig = Field(default_factory=ServicesConfig)
     service_s: PositiveFloat | None = None
     """mean seconds to compute and upload the gradient of a batch; `doll calibrate` measures it"""
     mean_samples: PositiveFloat | None = None
