@@ -56,5 +56,5 @@ def bill(
             read_report(cur), ids={*running, *(instance.id for instance in instances)}, job=at.config.job,
             stack=fleet.cluster or "" if isinstance(fleet, Ec2FleetConfig) else "", start_s=started_s, end_s=until_s,
         )  # fmt: skip
-    found = JobBill(at.config.job, started_s, until_s, instances, running, running_usd, services, costs)
-    emit(as_json, found.to_dict(), found.text())
+    whole = JobBill(at.config.job, started_s, until_s, instances, running, running_usd, services, costs)
+    emit(as_json, whole.to_dict(), whole.text())

@@ -152,9 +152,9 @@ def category(line: ReportLine) -> str:
     if line.kind and not line.kind.endswith(("Usage", "Fee")):
         return "credits and taxes"
     text = f"{line.product} {line.usage}"
-    found = next((name for pattern, name in _CATEGORIES if re.search(pattern, text)), "")
-    if found != "machines":
-        return found
+    matched = next((name for pattern, name in _CATEGORIES if re.search(pattern, text)), "")
+    if matched != "machines":
+        return matched
     if "doll_worker" in line.tags:
         return "workers"
     name = line.tags.get("name", "")

@@ -174,14 +174,14 @@ def aws_costs(
             costs.others_usd += line.usd
             continue
         costs.lines += 1
-        found = category(line)
-        if is_ours and found in ("", "workers"):
-            found = "workers"
-        if found == "workers":
+        matched = category(line)
+        if is_ours and matched in ("", "workers"):
+            matched = "workers"
+        if matched == "workers":
             costs.by_resource[line.resource] += line.usd
-        elif not found:
+        elif not matched:
             costs.unknown[f"{line.product} {line.usage}".strip() or "(no usage type)"] += line.usd
-        costs.by_category[found or _OTHERS] += line.usd
+        costs.by_category[matched or _OTHERS] += line.usd
     return costs
 
 
@@ -192,16 +192,16 @@ def _stacks(tags: Mapping[str, str]) -> tuple[str | None, str | None]:
 def billed_instances(journal: Path, kept: Mapping[str, Any] | None, started_s: float) -> list[BilledInstance]:
     """Return the instances that ended after `started_s`, from the journal and the saved state. Raises ConfigError if
     one of them has other content."""
-    found: dict[tuple[str, float], BilledInstance] = {}
+    billed: dict[tuple[str, float], BilledInstance] = {}
     saved = (kept or {}).get("billing", {}).get("lines", [])
     try:
         for entry in (*_ended(journal), *saved):
             if entry["ended_s"] is None or entry["ended_s"] > started_s:
                 line = BilledInstance(str(entry["id"]), int(entry["slot"]), str(entry["market"]), float(entry["usd"]))
-                found[line.id, float(entry["launched_s"])] = line  # one that came back has a later line
+                billed[line.id, float(entry["launched_s"])] = line  # one that came back has a later line
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{journal}: expected lines of this release ({type(error).__name__}: {error})") from error
-    return list(found.values())
+    return list(billed.values())
 
 
 def _ended(journal: Path) -> Iterator[dict[str, Any]]:

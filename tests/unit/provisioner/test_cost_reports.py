@@ -49,23 +49,23 @@ def bill(path: Path) -> JobBill:
 
 
 def test_a_bill_is_compared_by_instance_and_by_category(tmp_path: Path) -> None:
-    found = bill(report(tmp_path))
-    instances = {row.name: row[1:] for row in found.by_instance()}
+    compared = bill(report(tmp_path))
+    instances = {row.name: row[1:] for row in compared.by_instance()}
     assert instances["i-1"] == (0.065, pytest.approx(0.07))
     assert instances["i-2"] == (0.01, None), "AWS's line has not come yet"
     assert instances["i-9"] == (None, pytest.approx(0.10)), "DOLL has no bill of this one, and its tag is the job's"
-    categories = {row.name: row[1:] for row in found.by_category()}
+    categories = {row.name: row[1:] for row in compared.by_category()}
     assert categories["workers"] == (pytest.approx(0.075), pytest.approx(0.17))
     assert categories["control_host"] == (pytest.approx(0.40), pytest.approx(0.20))
     assert categories["credits and taxes"] == (None, pytest.approx(-0.01))
     assert categories["sum"] == (pytest.approx(0.075 + 0.90), pytest.approx(0.17 + 0.2 + 0.05 + 0.07 - 0.01))
-    assert found.aws is not None
-    assert dict(found.aws.unknown) == {"AmazonBraket Quantum:Hours": pytest.approx(0.07)}
-    assert found.aws.others == 3, "an earlier run, another job of the stack, a volume without a tag"
-    text = found.text()
+    assert compared.aws is not None
+    assert dict(compared.aws.unknown) == {"AmazonBraket Quantum:Hours": pytest.approx(0.07)}
+    assert compared.aws.others == 3, "an earlier run, another job of the stack, a volume without a tag"
+    text = compared.text()
     assert "no category: AmazonBraket Quantum:Hours: 0.070 USD" in text
     assert "3 lines, 10.50 USD" in text
-    assert json.loads(json.dumps(found.to_dict()))["aws"]["others"] == 3
+    assert json.loads(json.dumps(compared.to_dict()))["aws"]["others"] == 3
 
 
 def test_legacy_columns_gzip_and_parquet_give_the_same(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_tags_may_be_one_column_of_cur_2(tmp_path: Path) -> None:
         "line_item_usage_start_date,line_item_unblended_cost,line_item_resource_id,line_item_usage_type,resource_tags"
     )
     tags = '{""user_doll_job"": ""churn"", ""user_doll_worker"": ""0""}'
-    path = report(tmp_path, f'{head},resource_tags\n2025-12-01 08:00:00,0.04,i-7,BoxUsage,"{tags}"\n')
+    path = report(tmp_path, f'{head}\n2025-12-01 08:00:00,0.04,i-7,BoxUsage,"{tags}"\n')
     (line,) = read_report(path)
     assert (line.tags["doll_job"], category(line), line.start_s, line.end_s) == (
         "churn",
@@ -141,8 +141,8 @@ def test_instances_come_from_the_journal_and_the_state_once(tmp_path: Path) -> N
     journal = tmp_path / "provision-churn.jsonl"
     journal.write_text("".join(json.dumps({"kind": "ended", "turn": 1, **entry}) + "\n" for entry in entries) + '{"k')
     kept = {"billing": {"lines": [entries[2], line("i-2", 130.0, 170.0, 0.3)]}}
-    found = billed_instances(journal, kept, 100.0)
-    assert [(one.id, one.usd) for one in found] == [("i-1", 0.1), ("i-1", 0.2), ("i-2", 0.3)]
+    billed = billed_instances(journal, kept, 100.0)
+    assert [(instance.id, instance.usd) for instance in billed] == [("i-1", 0.1), ("i-1", 0.2), ("i-2", 0.3)]
     assert billed_instances(tmp_path / "none", None, 0.0) == []
     with pytest.raises(ConfigError, match="expected lines of this release"):
         billed_instances(journal, {"billing": {"lines": [{"id": 3}]}}, 0.0)

@@ -109,9 +109,9 @@ def test_each_cost_has_a_line_with_its_source_and_the_last_has_the_sum() -> None
 
 def test_what_runs_anyway_is_not_counted_and_stated_prices_count_more() -> None:
     services = ServicesConfig(run_anyway=["kafka", "egress"], cache_usd_per_h=0.25, storage_gb=730.0)
-    found = {line.key: line for line in service_costs("msk", services, 3600.0)}
-    assert found["kafka"][2:] == (None, "not counted: runs anyway (plan.services.run_anyway)")
-    assert found["egress"].source.startswith("not counted")
-    assert found["cache"][1:] == ("cache", 0.25, "0.25 USD/h, plan.services.cache_usd_per_h")
-    assert found["storage"].usd == pytest.approx(0.08)
+    costs = {line.key: line for line in service_costs("msk", services, 3600.0)}
+    assert costs["kafka"][2:] == (None, "not counted: runs anyway (plan.services.run_anyway)")
+    assert costs["egress"].source.startswith("not counted")
+    assert costs["cache"][1:] == ("cache", 0.25, "0.25 USD/h, plan.services.cache_usd_per_h")
+    assert costs["storage"].usd == pytest.approx(0.08)
     assert service_costs("msk", ServicesConfig(cache_usd_per_h=0.0), 0.0)[1].usd == 0.0
