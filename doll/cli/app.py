@@ -56,6 +56,7 @@ _COMMANDS: Final = {
     "lineage": Listed(_ROLES, "Send a job's runs to OpenLineage.", "roles:lineage"),
     "health": Listed(_ROLES, "Query the health probe of a process.", "roles:health"),
     "plan": Listed(_MONEY, "Plan spot and on-demand workers, cost and risk.", "plan:plan"),
+    "bill": Listed(_MONEY, "Show what a job has cost; compare with AWS's bill.", "bill:bill"),
     "calibrate": Listed(_MONEY, "Estimate the inputs of doll plan from a run.", "plan:calibrate"),
     "spot": Listed(_MONEY, "Run a whole job on a spot market on this machine."),
     "backtest": Listed(_MONEY, "Backtest the planner on recorded markets."),

@@ -98,6 +98,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; other text
 RunFolderOption = Annotated[
     Path | None, typer.Option("--run-folder", help="Folder for the files of the job [default: runs/<job>].")
 ]
+StackOption = Annotated[
+    Literal["self_managed", "msk", "none"],
+    typer.Option(help="Further machines to include in the cost: own Kafka machines, MSK, or none."),
+]
 PageOption = Annotated[
     bool, typer.Option("--page/--no-page", help="Serve the live page of the job on this machine while it runs.")
 ]

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -102,10 +103,7 @@ def plan(
     instance: options.InstanceOption = None,
     region: options.RegionOption = None,
     regions: RegionsOptions,
-    stack: Annotated[
-        Literal["self_managed", "msk", "none"],
-        typer.Option(help="Further machines to include in the cost: own Kafka machines, MSK, or none."),
-    ] = "self_managed",
+    stack: options.StackOption = "self_managed",
     functions_mb: Annotated[
         int | None,
         typer.Option(min=128, max=10_240, help="Compare with AWS Lambda functions of this memory [fleet.memory_mb]."),
@@ -130,11 +128,12 @@ def plan(
     Example: doll plan -N 64 --rate 125 -K 20 -b 256 -J 10000 --alpha 0.9 --deadline 112m
     --spot-price 0.158 --on-demand-price 0.286
     """
+    from doll.amounts import duration
     from doll.config import PlanConfig
     from doll.monitor.state.pilot_run import with_pilot
     from doll.provisioner.planning.assessment import assess, report_text
     from doll.provisioner.planning.plan_request import changed_plan, plan_request
-    from doll.provisioner.prices.shipped import PARTS, StackKind, stack_lines, with_prices
+    from doll.provisioner.prices.shipped import StackKind, cold_starts, cost_lines, service_costs, sum_of, with_prices
 
     config = job.config_if_named()
     if pipeline.pipeline is not None:
@@ -151,11 +150,11 @@ def plan(
         )
     section, pilot_notes = with_pilot(config, section)
     price_notes: list[str] = []
-    costs = _regions(config, section, stream, instance, region, regions, price_notes)
-    if costs is None:
+    in_regions = _regions(config, section, stream, instance, region, regions, price_notes)
+    if in_regions is None:
         section = with_prices(config, section, instance, region, price_notes)
     else:
-        section = section.model_copy(update=vars(costs.cheapest))
+        section = section.model_copy(update=vars(in_regions.cheapest))
     request, notes = plan_request(config, section, stream.rates_per_s(config), stream.group_size, stream.batch_size)
     notes = [*price_notes, *pilot_notes, *notes]
     simulated = config is not None and getattr(config.fleet, "speed_up", 1) != 1  # no part of it runs on AWS
@@ -170,16 +169,26 @@ def plan(
     if plot is not None:
         _save_charts(assessment, plot)
         notes.append(f"plot: {plot}")
-    further, lines = None, list[str]()
-    if kind is not None:
-        further = {"kind": kind, "usd_per_h": {part.name: part.usd_per_h for part in PARTS[kind]}}
-        lines = stack_lines(kind, assessment.static.expected_finish_s, assessment.static.expected_cost_usd)
+    further, lines, static = None, list[str](), assessment.static
+    if kind is not None and math.isfinite(static.expected_finish_s):
+        seconds, spot = static.expected_finish_s, assessment.num_spot
+        boots = cold_starts(
+            spot, request.num_workers - spot, seconds, boot_s=request.planner.boot_s, cycle_s=request.planner.cycle_s,
+            prices=request.prices,
+        )  # fmt: skip
+        costs = [*service_costs(kind, section.services, seconds), boots]
+        head = f"Costs for {duration(seconds)}, with AWS's services in us-east-1, kafka_mode {kind}"
+        lines = cost_lines(head, static.expected_cost_usd, costs)
+        further = {
+            "kind": kind, "lines": [line._asdict() for line in costs],
+            "sum_usd": static.expected_cost_usd + sum_of(costs),
+        }  # fmt: skip
     functions = _functions(assessment, config, functions_mb)
     beside = lines if functions is None else [*functions.lines(), *lines]
-    beside = beside if costs is None else [*costs.lines(), *beside]
+    beside = beside if in_regions is None else [*in_regions.lines(), *beside]
     document = {**assessment.to_dict(), "notes": notes, "stack": further}
     document["functions"] = None if functions is None else functions.to_dict()
-    document["regions"] = None if costs is None else costs.to_dict()
+    document["regions"] = None if in_regions is None else in_regions.to_dict()
     emit(as_json, document, report_text(assessment, notes, beside))
     if assessment.problem is not None:
         raise typer.Exit(assessment.problem.exit_code)

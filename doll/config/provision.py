@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AwareDatetime, Field, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.section import LONGEST_S, Section
 
 MAX_MACHINES_PER_WORKER = 64
+Service = Literal["kafka", "cache", "control_host", "network", "keys", "checkpoints", "egress", "storage"]
+
+
+class ServicesConfig(Section):
+    """The costs of a job beside its workers, for plans, reports, `doll bill` and the page.
+
+    A price that is not set is that of DOLL's table (deploy/terraform/README.md, us-east-1).
+    """
+
+    run_anyway: list[Service] = Field(default_factory=list)
+    """services that run without this job, too, such as a Kafka cluster of your own; their cost is not counted"""
+    kafka_usd_per_h: float | None = Field(default=None, ge=0)
+    """price of Kafka"""
+    cache_usd_per_h: float | None = Field(default=None, ge=0)
+    """price of Redis; in the table it runs on the control host"""
+    control_host_usd_per_h: float | None = Field(default=None, ge=0)
+    """price of the machine of the parameter server and the other roles"""
+    network_usd_per_h: float | None = Field(default=None, ge=0)
+    """price of NAT gateways and endpoints, without the data"""
+    checkpoints_usd_per_h: float | None = Field(default=None, ge=0)
+    """price of the requests to the bucket of the checkpoints; in the table a checkpoint is saved every 2 s"""
+    egress_gb_per_h: float | None = Field(default=None, ge=0)
+    """gigabytes that leave for the internet per hour; default: they are not priced"""
+    storage_gb: float | None = Field(default=None, ge=0)
+    """gigabytes of disks and buckets that exist for the job; default: they are not priced"""
 
 
 class PlanConfig(Section):
@@ -47,6 +73,7 @@ class PlanConfig(Section):
     """time from a launch until the worker is ready, with the last of its machines"""
     margin: float = Field(default=0.005, ge=0, lt=1)
     """fraction of the deadline that is kept as a reserve"""
+    services: ServicesConfig = Field(default_factory=ServicesConfig)
     service_s: PositiveFloat | None = None
     """mean seconds to compute and upload the gradient of a batch; `doll calibrate` measures it"""
     mean_samples: PositiveFloat | None = None
@@ -95,6 +122,51 @@ class ScaleInConfig(Section):
     from the second removal on"""
 
 
+_HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
+_DAY_MIN = 24 * 60
+
+
+def minutes_of(hours: str) -> tuple[int, int]:
+    """Return begin and end of `HH:MM-HH:MM` in minutes of the day. Raises ValueError for another text.
+
+    >>> minutes_of("22:00-06:30")
+    (1320, 390)
+    """
+    match = _HOURS.fullmatch(hours)
+    begin_h, begin, end_h, end = (0, 0, 0, 0) if match is None else map(int, match.groups())
+    if match is None or (begin_h, begin) == (end_h, end):
+        raise ValueError(f"expected hours of a day in UTC as HH:MM-HH:MM, such as 22:00-06:30, got {hours!r}")
+    return 60 * begin_h + begin, 60 * end_h + end
+
+
+class PauseConfig(Section):
+    """Times and prices at which a job has no machines, as far as its deadline allows (docs/operations.md, "Pauses").
+
+    The job continues from where it was. Its records wait in Kafka, whose retention must be longer than a pause.
+    """
+
+    start_after: AwareDatetime | None = None
+    """no machine is launched before this time, such as 2026-12-01T22:00:00Z; the deadline counts from the first start
+    of the provisioner"""
+    not_between: list[str] = Field(default_factory=list)
+    """hours of each day in UTC without machines, such as "08:00-18:00"; "22:00-06:00" ends on the next day"""
+    max_spot_usd_per_h: PositiveFloat | None = None
+    """price of a spot machine above which the job pauses, while the rest can be done on spot in time"""
+    follow_prices: bool = False
+    """pause in expensive hours, if cheaper hours suffice according to the prices of the last 7 days, of which the
+    provisioner must have recorded 24 hours"""
+
+    @model_validator(mode="after")
+    def _leaves_time(self) -> Self:
+        excluded = set[int]()
+        for hours in self.not_between:
+            begin, end = minutes_of(hours)
+            excluded.update(minute % _DAY_MIN for minute in range(begin, end if begin < end else end + _DAY_MIN))
+        if len(excluded) == _DAY_MIN:
+            raise ValueError("not_between: expected hours that leave a part of the day, got the whole day")
+        return self
+
+
 class ProvisionConfig(Section):
     """How `doll provision` launches machines for the workers."""
 
@@ -135,3 +207,4 @@ class ProvisionConfig(Section):
     """a standby (`doll provision run --standby`) takes over from a provisioner that has not renewed its lease for this
     long"""
     scale_in: ScaleInConfig = Field(default_factory=ScaleInConfig)
+    pause: PauseConfig = Field(default_factory=PauseConfig)

@@ -81,6 +81,7 @@ class Controller:
             reconcilers.bill_instances,
             reconcilers.review_health,
             reconcilers.update_estimates,
+            reconcilers.review_pause,
             reconcilers.review_workers,
             reconcilers.change_fleet,
             reconcilers.stop_launches,

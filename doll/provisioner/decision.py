@@ -16,7 +16,7 @@ from doll.records import control as records
 from doll.theory.checks import Floats
 from doll.theory.cost import Prices
 
-Phase = Literal["run", "done", "drain", "budget", "failed", "idle", "stopped", "unavailable"]
+Phase = Literal["run", "done", "drain", "budget", "failed", "idle", "paused", "stopped", "unavailable"]
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Decision:
 
     Attributes:
         now_s, started_s: time of the decision and start of the job's clock, Unix seconds.
-        phase: "run": the job runs. In five phases, all machines are ended: "done" (the job has ended), "drain",
-            "budget" (the budget is spent), "failed" (the job cannot advance, and a person must act) and "idle" (the
-            source sends nothing). "stopped": nothing is launched until a person has acted. "unavailable": nothing is
-            done, because fleet or prices are unavailable.
+        phase: "run": the job runs. In six phases, all machines are ended: "done" (the job has ended), "drain",
+            "budget" (the budget is spent), "failed" (the job cannot advance, and a person must act), "idle" (the
+            source sends nothing) and "paused" (the hour is excluded or expensive). "stopped": nothing is launched until
+            a person has acted. "unavailable": nothing is done, because fleet or prices are unavailable.
         markets, reasons: wanted market of each slot, with the reason. None: the slot gets no machine; in phase "run",
             scale-in has released the slot.
         binding: the binding constraint, see `Plan.binding`, or "budget".

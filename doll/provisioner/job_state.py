@@ -16,6 +16,7 @@ from doll.provisioner.kept_state import KeptState
 from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.market_plan import MarketPlan
 from doll.provisioner.observation import Observed
+from doll.provisioner.planning.pauses import MAX_HOURS
 from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.settings import ControllerSettings
 from doll.theory.cost import Prices
@@ -72,6 +73,29 @@ class JobClock(KeptState):
             self.started_s = announced.started_s
 
 
+class Pause(KeptState):
+    """Whether a job pauses, and the prices from which this is decided.
+
+    Attributes:
+        why: reason of the pause; "": the job runs. A successor continues the pause, so a restart between the decision
+            and its execution changes nothing.
+        usd_per_h: spot price of a worker in each recorded hour, the newest last; `hour`: number of the newest one.
+    """
+
+    KEPT: ClassVar = {"why": str, "usd_per_h": list[float], "hour": int}
+
+    def __init__(self) -> None:
+        self.why = ""
+        self.usd_per_h: list[float] = []
+        self.hour = 0
+
+    def record_price(self, usd_per_h: float, now_s: float) -> None:
+        """Record the price once per hour."""
+        if (hour := int(now_s // 3600)) > self.hour:
+            self.hour = hour
+            self.usd_per_h = [*self.usd_per_h, usd_per_h][-MAX_HOURS:]
+
+
 class JobState(KeptState):
     """All that a provisioner remembers of its job after a turn. A successor continues with the saved values (`KEPT`).
 
@@ -89,9 +113,9 @@ class JobState(KeptState):
     KEPT: ClassVar = {
         "turn": int, "prices": Prices, "spent_budget_usd": float, "launch_state": KeptState, "observed": KeptState,
         "plan": KeptState, "instances": KeptState, "billing": KeptState, "clock": KeptState, "health": KeptState,
-        "positions": dict[str, int],
+        "pause": KeptState, "positions": dict[str, int],
     }  # fmt: skip
-    LATER: ClassVar = ("health",)
+    LATER: ClassVar = ("health", "pause")
 
     def __init__(
         self, settings: ControllerSettings, billing: BillingRule, prices: PriceFeed, probe: SpotProbe | None = None,
@@ -110,6 +134,7 @@ class JobState(KeptState):
         self.billing = BillingAccount(billing, prices.series)
         self.clock = JobClock()
         self.health = JobHealth()
+        self.pause = Pause()
         self.turn = 0
         self.prices: Prices | None = None
         self.spent_budget_usd: float | None = None
@@ -125,6 +150,7 @@ class JobState(KeptState):
             ("failed", bool(failed), f"the job is stopped: {failed}"),
             ("budget", is_spent, f"the budget of {budget_usd} USD is spent"),
             ("idle", bool(idle), f"no sample has come since {idle}"),
+            ("paused", bool(self.pause.why), self.pause.why),
         )
         return next(((phase, why) for phase, holds, why in phases if holds), ("run", ""))
 

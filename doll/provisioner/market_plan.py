@@ -18,6 +18,7 @@ from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.observation import Observed
 from doll.provisioner.planning import planner
 from doll.provisioner.planning.estimators import re_estimated
+from doll.provisioner.planning.pauses import before_excluded_hours
 from doll.provisioner.planning.state import Bools, Market, PlannerSettings, PlannerState, SlotHistory
 from doll.provisioner.scale_in import ScaleIn, SlotChange, sharing
 from doll.provisioner.settings import ControllerSettings
@@ -250,7 +251,8 @@ class MarketPlan(KeptState):
         if self._dry_run:
             return []
         noticed = {instance.slot for instance in instances if instance.is_alive and instance.notice_s is not None}
-        changes = self.scale_in.review(state, self.planned(observed), observed, noticed, now_s)
+        planned = before_excluded_hours(state, self.planned(observed), self._settings.pauses, now_s)
+        changes = self.scale_in.review(state, planned, observed, noticed, now_s)
         recalled = np.zeros(self._settings.num_slots, dtype=np.bool_)
         recalled[[change.slot for change in changes if change.kind == "recall"]] = True
         self._history.move(recalled, now_s)  # a boot begins
@@ -267,7 +269,8 @@ class MarketPlan(KeptState):
         """Choose the markets of all slots with the planner, within the budget. The choice is remembered unless this is
         a dry run. While `hold` is not "", no slot moves from spot to on-demand, and a slot whose source has paused
         never does."""
-        settings, active = self.planned(observed), self.scale_in.active
+        active, pauses = self.scale_in.active, self._settings.pauses
+        settings = before_excluded_hours(state, self.planned(observed), pauses, now_s)
         first = self._on_spot is None and fleet_is_empty
         working = sharing(
             state, active, observed.capacity_per_s(settings.batch_size), observed.without_partition()

@@ -13,6 +13,7 @@ from doll.provisioner.decision import ActionResult, Decision
 from doll.provisioner.fleets.port import Instance, InstanceState
 from doll.provisioner.health import alarms_of
 from doll.provisioner.market_plan import DesiredState
+from doll.provisioner.planning.pauses import no_time_left, pause_reason
 from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.reconcile import FleetStatus, Launch, Terminate, Wait, reconcile
 from doll.provisioner.turn import OVER, Turn
@@ -85,6 +86,10 @@ def begin_run(turn: Turn) -> None:
     run = f"{job.name} {job.topics_id} {job.clock.generation}"
     job.launch_state.run = hashlib.sha256(run.encode()).hexdigest()[:10] if job.name else ""
     if job.clock.started_s is None:
+        if announced is None and not turn.instances:
+            rate_per_s = float(job.settings.rates_per_s.sum())
+            if problem := no_time_left(job.plan.planner, job.settings.pauses, rate_per_s, now_s):
+                raise ConfigError(problem)
         job.clock.start(job.observed, turn.instances, now_s)
         if announced is not None:
             job.billing.expect_earlier_costs()
@@ -180,6 +185,25 @@ def update_estimates(turn: Turn) -> None:
     counts = job.health.tells_of_spot(job.launch_state, job.settings.num_slots, is_run=turn.phase == "run")
     ready, pools = turn.readiness.ready_s, job.instances.pools
     plan.observe_spot(job.observed, turn.instances, ready, pools, turn.now_s, counts=counts)
+
+
+def review_pause(turn: Turn) -> None:
+    """Begin or end a pause of a job that could run. A change is saved before it takes effect."""
+    job, pause = turn.job, turn.job.pause
+    if turn.phase not in ("run", "paused") or job.prices is None:
+        return
+    pause.record_price(job.prices.spot_usd_per_h, turn.now_s)
+    before, pause.why = pause.why, pause_reason(
+        turn.planner_state(), job.plan.planned(job.observed), job.settings.pauses, turn.now_s,
+        recent_usd_per_h=pause.usd_per_h, is_paused=bool(pause.why),
+    )  # fmt: skip
+    if bool(before) != bool(pause.why):
+        log.info("pause", begins=bool(pause.why), why=pause.why)
+        turn.executor.journal("pause" if pause.why else "resume", turn.now_s, why=pause.why)
+        if before:
+            job.plan.resume(turn.now_s)
+        turn.executor.save()
+    turn.phase, turn.why = job.phase(draining=False)
 
 
 def review_workers(turn: Turn) -> None:

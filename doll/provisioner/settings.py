@@ -9,9 +9,11 @@ from typing import Final
 import numpy as np
 
 from doll.config import JobConfig, ProcessesFleetConfig
+from doll.config.provision import PauseConfig, minutes_of
 from doll.errors import ConfigError
 from doll.extras import require
 from doll.provisioner.launch_state import LaunchLimits
+from doll.provisioner.planning.pauses import PauseSettings
 from doll.provisioner.planning.plan_request import apply_speed_up, of_workers, planner_settings, updates_to_target
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.planning.tuner import TunerSettings
@@ -56,6 +58,7 @@ class ControllerSettings:
     measure: str = "error_rate"
     scale_in: ScaleInSettings | None = None
     machines_per_worker: int = 1
+    pauses: PauseSettings = field(default_factory=PauseSettings)
     max_stall_s: float = 3600.0
     releases_idle: bool = True
 
@@ -122,9 +125,19 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
         heartbeat_timeout_s=own.heartbeat_timeout_s, target_error=plan.target_error if own.re_estimate else None,
         measure=plan.measure, scale_in=_scale_in(config), machines_per_worker=machines,
         max_stall_s=own.max_stall_s if own.max_stall_s is not None else _max_stall_s(planner, sum(rates)),
-        releases_idle=config.arrivals.while_down == "queue",
+        releases_idle=config.arrivals.while_down == "queue", pauses=_pauses(own.pause, machines),
     )  # fmt: skip
     return settings, notes
+
+
+def _pauses(own: PauseConfig, machines: int) -> PauseSettings:
+    windows = [minutes_of(hours) for hours in own.not_between]
+    return PauseSettings(
+        start_after_s=-math.inf if own.start_after is None else own.start_after.timestamp(),
+        not_between=tuple((60.0 * begin, 60.0 * end) for begin, end in windows),
+        max_spot_usd_per_h=math.inf if own.max_spot_usd_per_h is None else own.max_spot_usd_per_h * machines,
+        follow_prices=own.follow_prices,
+    )
 
 
 def _max_stall_s(planner: PlannerSettings, rate_per_s: float) -> float:

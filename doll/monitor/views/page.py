@@ -28,7 +28,6 @@ from doll.monitor.views.text import shard_lines, table_lines, verdict, with_erro
 from doll.monitor.views.verdicts import blind, elapsed_s, forecast_s, pause, silent_text, verdicts
 from doll.process.metric_names import worker_of
 from doll.provisioner.prices.shipped import ec2_estimate
-from doll.theory.cost import SECONDS_PER_HOUR
 
 Fact = tuple[str, str]  # name and value
 
@@ -208,8 +207,12 @@ def _cost_facts(state: PageState) -> list[Fact]:
     elif rough is not None:
         facts.append(("workers on EC2", f"{usd(rough['spot_usd'])} spot, {usd(rough['on_demand_usd'])} USD on-demand"))
     if rough is not None:
-        beside = rough["stack_usd_per_h"] * rough["seconds"] / SECONDS_PER_HOUR
-        facts.append(("Kafka, control host", f"{usd(beside)} USD at list prices, with the cache"))
+        workers_usd = rough["spot_usd"] if not decision else decision.get("spent_usd", math.nan)
+        for line in rough["services"]:
+            amount = "" if line["usd"] is None else f"{usd(line['usd'])} USD: "
+            facts.append((line["name"], f"{amount}{line['source']}"))
+        if known(workers_usd):
+            facts.append(("workers and services", f"{usd(workers_usd + rough['services_usd'])} USD"))
     return facts
 
 

@@ -213,10 +213,11 @@ def summary(report: Mapping[str, Any]) -> str:
 def _on_ec2(estimate: Mapping[str, Any]) -> str:
     """Return the text of `ec2_estimate`: what the run would have cost on EC2, on machines of the same speed."""
     place = f"{estimate['region']}, prices of {estimate['as_of']}"
-    stack_usd = estimate["stack_usd_per_h"] * estimate["seconds"] / SECONDS_PER_HOUR
+    if (services_usd := estimate.get("services_usd")) is None:  # a report of an earlier release
+        services_usd = estimate["stack_usd_per_h"] * estimate["seconds"] / SECONDS_PER_HOUR
     return (
         f"on EC2 its workers would have cost {usd(estimate['on_demand_usd'])} USD on-demand, "
-        f"{usd(estimate['spot_usd'])} USD on spot; Kafka, cache and control host {usd(stack_usd)} USD\n"
+        f"{usd(estimate['spot_usd'])} USD on spot; Kafka, cache and control host {usd(services_usd)} USD\n"
         f"    ({estimate['machines']} x {estimate['instance']} for {clock(estimate['seconds'])} in {place})"
     )
 

@@ -9,13 +9,15 @@ import csv
 import functools
 import importlib.resources
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from doll.amounts import duration, usd
+from doll.amounts import usd
 from doll.config import Ec2FleetConfig, JobConfig, PlanConfig
+from doll.config.provision import Service, ServicesConfig
 from doll.errors import ConfigError
-from doll.theory.cost import SECONDS_PER_HOUR
+from doll.theory.cost import SECONDS_PER_HOUR, Prices
 
 DEFAULT_INSTANCE: Final = "c7g.large"  # 2 vCPUs, of the cheapest in USD per vCPU
 DEFAULT_REGION: Final = "us-east-1"
@@ -131,6 +133,7 @@ def ec2_estimate(config: JobConfig, seconds: float) -> dict[str, Any] | None:
         return None
     machines = config.data.workers * config.machines_per_worker
     hours = machines * seconds / SECONDS_PER_HOUR
+    services = service_costs("self_managed", config.plan.services, seconds)
     return {
         "instance": price.instance,
         "region": price.region,
@@ -138,7 +141,8 @@ def ec2_estimate(config: JobConfig, seconds: float) -> dict[str, Any] | None:
         "source": price.source,
         "machines": machines,
         "seconds": seconds,
-        "stack_usd_per_h": stack_usd_per_h("self_managed"),
+        "services_usd": sum_of(services),
+        "services": [line._asdict() for line in services],
         "on_demand_usd": hours * price.on_demand_usd_per_h,
         "spot_usd": hours * price.spot_usd_per_h,
     }
@@ -153,41 +157,100 @@ class StackPart(NamedTuple):
     The rows are the same as in the table of deploy/terraform/README.md (us-east-1); a test compares the two tables.
     """
 
+    key: Service
     name: str
     usd_per_h: float
 
 
+_CONTROL: Final = StackPart("control_host", "control host", 0.20), StackPart("cache", "cache, on the control host", 0.0)
 _BESIDE: Final = (
-    StackPart("network: one NAT gateway", 0.05),
-    StackPart("keys, secrets, alarms", 0.01),
-    StackPart("checkpoints: requests", 0.02),
+    StackPart("network", "network: one NAT gateway", 0.05),
+    StackPart("keys", "keys, secrets, alarms", 0.01),
+    StackPart("checkpoints", "checkpoints: requests", 0.02),
 )
 PARTS: Final[dict[StackKind, tuple[StackPart, ...]]] = {
-    "self_managed": (
-        StackPart("control host, with the cache", 0.20), StackPart("Kafka on three machines", 0.17), *_BESIDE,
-    ),
-    "msk": (StackPart("control host, with the cache", 0.20), StackPart("Kafka by MSK", 0.65), *_BESIDE),
-}  # fmt: skip
+    "self_managed": (*_CONTROL, StackPart("kafka", "Kafka on three machines", 0.17), *_BESIDE),
+    "msk": (*_CONTROL, StackPart("kafka", "Kafka by MSK", 0.65), *_BESIDE),
+}
+EGRESS_USD_PER_GB: Final = 0.09  # to the internet; the next three rows of the table
+STORAGE_USD_PER_GB_MONTH: Final = 0.08  # disks (gp3); a bucket costs less
+_HOURS_PER_MONTH: Final = 730.0
 
 
 def stack_usd_per_h(kind: StackKind) -> float:
-    """Return the USD per hour of all parts."""
+    """Return the USD per hour of all parts, at the prices of the table."""
     return sum(part.usd_per_h for part in PARTS[kind])
 
 
-def stack_lines(kind: StackKind, seconds: float, workers_usd: float) -> list[str]:
-    """Return a line for each part, and the cost of the job with its workers; no lines for a job without an end."""
-    if math.isinf(seconds):
-        return []
-    hours = seconds / SECONDS_PER_HOUR
-    width = max(len(part.name) for part in PARTS[kind])
-    total = stack_usd_per_h(kind)
+class CostLine(NamedTuple):
+    """A cost beside the workers. `source` states the rate and its origin, or why the line has no amount (None)."""
+
+    key: Service | Literal["cold_starts"]
+    name: str
+    usd: float | None
+    source: str
+
+    def text(self, width: int) -> str:
+        """Return the line for people; `width`: that of the names."""
+        amount = "-" if self.usd is None else usd(self.usd)
+        return f"  {self.name:<{width}}  {amount:>8} USD  {self.source}"
+
+
+def service_costs(kind: StackKind, services: ServicesConfig, seconds: float) -> list[CostLine]:
+    """Return each cost of a job of `seconds` beside its workers, with its source."""
+    hours, lines = seconds / SECONDS_PER_HOUR, list[CostLine]()
+    for part in PARTS[kind]:
+        key = f"{part.key}_usd_per_h"
+        stated: float | None = getattr(services, key, None)
+        name = part.name if stated is None else part.key.replace("_", " ")
+        rate, source = (part.usd_per_h, "table") if stated is None else (stated, f"plan.services.{key}")
+        lines.append(CostLine(part.key, name, rate * hours, f"{rate:g} USD/h, {source}"))
+    gb_per_h, gb = services.egress_gb_per_h, services.storage_gb
+    lines.append(
+        CostLine("egress", "egress", None, "not priced: set plan.services.egress_gb_per_h")
+        if gb_per_h is None
+        else CostLine(
+            "egress", "egress", gb_per_h * hours * EGRESS_USD_PER_GB,
+            f"{gb_per_h:g} GB/h x {EGRESS_USD_PER_GB:g} USD/GB, table",
+        )
+    )  # fmt: skip
+    lines.append(
+        CostLine("storage", "storage", None, "not priced: set plan.services.storage_gb")
+        if gb is None
+        else CostLine(
+            "storage", "storage", gb * hours / _HOURS_PER_MONTH * STORAGE_USD_PER_GB_MONTH,
+            f"{gb:g} GB x {STORAGE_USD_PER_GB_MONTH:g} USD/GB-month, table",
+        )
+    )  # fmt: skip
+    anyway = "not counted: runs anyway (plan.services.run_anyway)"
+    return [line._replace(usd=None, source=anyway) if line.key in services.run_anyway else line for line in lines]
+
+
+def cold_starts(
+    spot: int, on_demand: int, seconds: float, *, boot_s: float, cycle_s: float, prices: Prices
+) -> CostLine:  # fmt: skip
+    """Return the cost of the time in which machines boot: each worker once, and a worker on spot once more per cycle of
+    spot's availability. `prices` are those of a worker."""
+    spot_boots = spot * (1 + seconds / cycle_s)
+    cost = boot_s / SECONDS_PER_HOUR * (spot_boots * prices.spot_usd_per_h + on_demand * prices.on_demand_usd_per_h)
+    return CostLine(
+        "cold_starts", "cold starts", cost, f"{spot_boots + on_demand:.3g} boots of {boot_s:g} s, plan.boot_s"
+    )
+
+
+def sum_of(lines: Iterable[CostLine]) -> float:
+    """Return the USD of all lines that have an amount."""
+    return math.fsum(line.usd for line in lines if line.usd is not None)
+
+
+def cost_lines(head: str, workers_usd: float, lines: Sequence[CostLine]) -> list[str]:
+    """Return the text of the costs: the workers, each line beside them, and the sum."""
+    width = max(len(line.name) for line in lines)
+    unpriced = [line.name for line in lines if line.source.startswith("not priced")]
+    note = f", without {' and '.join(unpriced)}" if unpriced else ""
     return [
-        f"Beside the workers for {duration(seconds)}, on AWS in us-east-1 (kafka_mode {kind}; not in the budget):",
-        *(
-            f"  {part.name:<{width}}  {part.usd_per_h:.2f} USD/h  {usd(part.usd_per_h * hours):>8} USD"
-            for part in PARTS[kind]
-        ),
-        f"  {'together':<{width}}  {total:.2f} USD/h  {usd(total * hours):>8} USD; with the workers "
-        f"{usd(total * hours + workers_usd)} USD",
+        f"{head} (plan.budget_usd limits the workers only):",
+        f"  {'workers':<{width}}  {usd(workers_usd):>8} USD",
+        *(line.text(width) for line in lines),
+        f"  {'sum':<{width}}  {usd(workers_usd + sum_of(lines)):>8} USD{note}",
     ]

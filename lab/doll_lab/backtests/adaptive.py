@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from doll.provisioner.planning.pauses import MAX_HOURS, PauseSettings, before_excluded_hours, pause_reason
 from doll.provisioner.planning.planner import plan, start
 from doll.provisioner.planning.state import Alpha, PlannerSettings, PlannerState, SlotHistory
 from doll.theory.cost import Prices
 
 from doll_lab.backtests.baselines import (
+    OFF,
     ON_DEMAND,
     SPOT,
     BacktestJob,
@@ -33,12 +35,16 @@ class Adaptive:
     `estimators.AvailabilityEstimator`. Its interval is left out, because no rule of the planner uses it.
     """
 
-    def __init__(self, name: str, settings: PlannerSettings | None = None) -> None:
+    def __init__(
+        self, name: str, settings: PlannerSettings | None = None, pauses: PauseSettings | None = None
+    ) -> None:  # fmt: skip
         """
         Args:
             settings: settings of the planner. Work, deadline, boot time and tick are set from the job at the start.
+            pauses: when jobs pause; times of day count from the start of a job. None: never.
         """
         self.name = name
+        self._pauses = pauses
         self._given = settings or LIVE
 
     def start(self, job: BacktestJob) -> None:
@@ -51,6 +57,8 @@ class Adaptive:
         self._rates = np.broadcast_to(job.rates_per_s, shape)
         self._history = SlotHistory(shape)
         self._choice: Choices = np.full(shape, SPOT)
+        self._paused = np.zeros(job.num_jobs, dtype=np.bool_)
+        self._prices = [list(prices) for prices in job.earlier_price] or [[] for _ in range(job.num_jobs)]
         self._on_s = np.full(job.num_jobs, PRIOR_S)
         self._off_s = np.full(job.num_jobs, PRIOR_S)
 
@@ -59,7 +67,7 @@ class Adaptive:
         if first:
             self._history.begin(observation.up)
         self._history.observe(observation.up, observation.now_s)
-        on_spot = observation.choice == SPOT
+        on_spot = self._choice == SPOT
         self._on_s += job.tick_s * (on_spot & observation.up).sum(axis=1)
         self._off_s += job.tick_s * (on_spot & ~observation.up).sum(axis=1)
         alpha = self._on_s / (self._on_s + self._off_s)
@@ -79,23 +87,42 @@ class Adaptive:
                 prices=Prices(float(observation.price[index]), float(job.on_demand[index])),
                 **self._history.since(job=int(index)),
             )
-            decided = start(state, self.settings) if first else plan(state, self.settings)
+            settings, resumes = self.settings, False
+            if self._pauses is not None:
+                settings, resumes = self._review_pause(state, self._pauses, int(index))
+            if self._paused[index]:
+                continue
+            decided = start(state, settings) if first else plan(state, settings)
             choice[index] = np.where(decided.on_spot, SPOT, ON_DEMAND)
-            moved[index] = decided.moved
+            moved[index] = decided.moved | resumes
         self._history.move(moved, observation.now_s)
         self._choice = choice
-        return choice
+        return np.where(self._paused[:, None] & unfinished[:, None], OFF, choice)
+
+    def _review_pause(self, state: PlannerState, pauses: PauseSettings, index: int) -> tuple[PlannerSettings, bool]:
+        """Begin or end a pause of one job. Returns the planner's settings, and whether a pause has ended."""
+        now_s, was_paused = state.elapsed_s, bool(self._paused[index])
+        if now_s // 3600.0 > (now_s - self._job.tick_s) // 3600.0:
+            self._prices[index] = [*self._prices[index], state.prices.spot_usd_per_h][-MAX_HOURS:]
+        self._paused[index] = bool(
+            pause_reason(
+                state, self.settings, pauses, now_s, recent_usd_per_h=self._prices[index], is_paused=was_paused
+            )
+        )
+        return before_excluded_hours(state, self.settings, pauses, now_s), was_paused and not self._paused[index]
 
 
 def planners() -> list[Adaptive]:
-    """Return the planner in normal use, without its guard, and with the paper's rule (Theorems 4 and 5 on the rest)."""
+    """Return the planner in normal use, without its guard, with the paper's rule (Theorems 4 and 5 on the rest), and
+    with pauses in expensive hours."""
     return [
         Adaptive(ADAPTIVE, LIVE),
         Adaptive("adaptive-no-guard", replace(LIVE, guard=False)),
         Adaptive("adaptive-theorem", replace(LIVE, rule="theorem")),
+        Adaptive("adaptive-pauses", LIVE, PauseSettings(follow_prices=True)),
     ]
 
 
 def backtest_policies() -> list[MarketPolicy]:
-    """Return the three forms of the planner, and the baselines for comparison."""
+    """Return the four forms of the planner, and the baselines for comparison."""
     return [*baselines(), *planners()]

@@ -282,7 +282,7 @@ def backtest_one(
     job = BacktestJob(
         samples=float(rates.sum()) * on_demand_s, deadline_s=deadline_s, rates_per_s=rates, boot_s=settings.boot_s,
         tick_s=settings.tick_s, on_demand=windows.on_demand, pool_alpha=windows.pool_alpha,
-        pool_price=windows.pool_price,
+        pool_price=windows.pool_price, earlier_price=windows.earlier_price,
     )  # fmt: skip
     full_usd = on_demand_s * len(rates) * windows.on_demand / 3600.0
     bound = clairvoyant_usd(windows, rates_per_s=settings.rates_per_s, samples=job.samples, deadline_s=deadline_s)

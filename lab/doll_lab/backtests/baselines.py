@@ -6,6 +6,7 @@ the DOLL paper, Theorems 4 and 5 (static).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -33,6 +34,8 @@ class BacktestJob:
         boot_s: time from the choice of a machine until its worker works, in seconds.
         on_demand: on-demand price in USD per hour, shape (W,).
         pool_alpha, pool_price: means over the whole recordings, shape (W,); only static plans may use them.
+        earlier_price: of each job, the recorded spot prices of the hours before its start, the newest last; may be
+            empty.
     """
 
     samples: float
@@ -43,6 +46,7 @@ class BacktestJob:
     on_demand: Floats
     pool_alpha: Floats
     pool_price: Floats
+    earlier_price: Sequence[Floats] = ()
 
     @property
     def num_jobs(self) -> int:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from doll.errors import ConfigError
+from doll.provisioner.planning.pauses import MAX_HOURS
 from doll.provisioner.planning.state import Bools
 from doll.provisioner.traces.availability import slots_up
-from doll.provisioner.traces.model import Floats, TraceSet
+from doll.provisioner.traces.model import Floats, Pool, TraceSet
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Windows:
         on_demand: USD per on-demand machine and hour, shape (W,).
         pool_alpha, pool_price: means over each job's whole recording, shape (W,); a static plan may use them.
         start_s: start of each job in its recording in seconds, shape (W,).
+        earlier_price: recorded prices of up to `MAX_HOURS` hours before each job, the newest last.
     """
 
     up: Bools
@@ -32,6 +34,7 @@ class Windows:
     pools: tuple[str, ...]
     start_s: Floats
     tick_s: float
+    earlier_price: tuple[Floats, ...] = ()
 
     def __len__(self) -> int:
         return len(self.pools)
@@ -65,7 +68,13 @@ def sample(
         pools=tuple(pool.name for pool in chosen),
         start_s=starts,
         tick_s=tick_s,
+        earlier_price=tuple(_hours_before(pool, start) for pool, start in zip(chosen, starts, strict=True)),
     )
+
+
+def _hours_before(pool: Pool, start_s: float) -> Floats:
+    hours = min(MAX_HOURS, int((start_s - pool.start_s) // 3600.0))
+    return pool.price.at(start_s - 3600.0 * np.arange(hours, 0, -1))
 
 
 def clairvoyant_usd(windows: Windows, *, rates_per_s: Sequence[float], samples: float, deadline_s: float) -> Floats:

@@ -52,7 +52,7 @@ def test_an_example_is_planned_without_prices_by_hand() -> None:
     code, out, _ = run("plan", "digits")
     assert code == 0
     assert "c7g.large in us-east-1, prices of early 2026 from the table that ships with DOLL" in out
-    assert re.search(r"Kafka on three machines +0\.17 USD/h", out)
+    assert re.search(r"Kafka on three machines +0\.0094 USD +0\.17 USD/h, table", out)
     assert re.search(r"together +0\.45 USD/h +[\d.]+ USD; with the workers [\d.]+ USD", out)
     code, content = run_json("plan", "digits", "--instance", "c7g.large", "--region", "eu-west-1", "--stack", "msk")
     assert code == 0

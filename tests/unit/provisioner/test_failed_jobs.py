@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import Instance, InstanceState
 from doll.provisioner.observation import PAUSE_S
+from doll.provisioner.planning.pauses import PauseSettings
 from doll.provisioner.settings import ControllerSettings, controller_settings
 from doll.provisioner.state_store import cleared, stops_of
 from failing_world import RATE, FailingWorld
@@ -434,3 +435,84 @@ def test_ended_instances_are_all_ended() -> None:
     assert day.decisions[-1].phase == "done"
     assert all(machine.state is InstanceState.ENDED for machine in day.fleet.all_instances())
     assert not any(decision.alarms for decision in day.decisions)
+
+
+# --- jobs that pause
+
+
+def pausing(hours: tuple[float, float], **more: Any) -> Day:
+    """A job of 83 minutes with a deadline of 6 h, on a calm market. It begins at 22:13 UTC."""
+    pauses = PauseSettings(not_between=((hours[0] * HOUR_S, hours[1] * HOUR_S),), **more)
+    day = Day(replace(settings_of(), pauses=pauses), market=False)
+    day.world.pass_time(0.0)
+    return day
+
+
+def journaled(day: Day) -> list[str]:
+    return [entry["kind"] for entry in day.store.journal if entry["kind"] in ("pause", "resume")]
+
+
+def test_a_job_pauses_over_midnight_and_meets_its_deadline() -> None:
+    day = pausing((22.5, 0.5))
+    day.run(900)
+    assert len(day.running(900)) == 4
+    day.run(HOUR_S)
+    assert day.running(HOUR_S) == []
+    decision = day.decisions[-1]
+    assert (decision.phase, decision.alarms, decision.finished) == ("paused", (), False)
+    day.run(6 * HOUR_S)
+    assert day.decisions[-1].phase == "done"
+    assert journaled(day) == ["pause", "resume"]
+    assert not [machine for machine in day.fleet.all_instances() if machine.market == "on_demand"]
+    assert day.ended_s is not None
+    assert 3 * HOUR_S < day.ended_s < 4 * HOUR_S
+
+
+@pytest.mark.parametrize("ends_machines", [False, True])
+def test_a_provisioner_that_restarts_between_a_pause_and_its_execution_continues_it(ends_machines: bool) -> None:
+    """It dies at its first termination, or after the save that follows them."""
+    day = pausing((22.5, 0.5))
+    day.run(900)
+    while not day.controller.state.pause.why:
+        if not ends_machines:
+            day.fleet.fail_next("terminate", RuntimeError("killed"))
+        try:
+            day.turn()
+        except RuntimeError:
+            break
+        day.clock.advance(30)
+        day.world.pass_time(30)
+    assert bool(day.fleet.alive()) is not ends_machines
+    day.restart()
+    assert day.controller.state.pause.why, "it was saved before the first termination"
+    assert day.turn().phase == "paused"
+    day.run(day.elapsed_s + 120)
+    assert day.fleet.alive() == []
+    assert journaled(day) == ["pause"], "it is decided once"
+
+
+def test_hours_that_do_not_leave_enough_time_are_worked_in() -> None:
+    day = pausing((23.0, 8.0))
+    day.settings = replace(day.settings, planner=replace(day.settings.planner, deadline_s=2 * HOUR_S))
+    day.restart()
+    with pytest.raises(
+        ConfigError, match=r"provision\.pause: no time is left before the deadline: 2\d{3} of its 7200 s"
+    ):
+        day.turn()
+    day = pausing((23.0, 8.0))
+    day.run(600)
+    day.settings = replace(day.settings, planner=replace(day.settings.planner, deadline_s=2 * HOUR_S))
+    day.controller.retarget(day.settings)  # a running job is not refused: it works on
+    day.run(2 * HOUR_S)
+    assert day.decisions[-1].phase == "done"
+
+
+def test_a_price_above_the_limit_ends_machines_until_the_deadline_needs_them() -> None:
+    day = pausing((3.0, 4.0), max_spot_usd_per_h=SPOT / 2)
+    day.run(600)
+    assert day.decisions[-1].phase == "paused"
+    assert day.fleet.all_instances() == []
+    day.run(6 * HOUR_S)
+    assert day.decisions[-1].phase == "done"
+    assert day.ended_s is not None
+    assert day.ended_s < 6 * HOUR_S

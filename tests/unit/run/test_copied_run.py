@@ -60,6 +60,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int]] = {
     "evaluate": ((), GONE),
     "prometheus": ((), GONE),
     "lineage": ((), GONE),
+    "bill": ((), 2),  # as the next one
     "provision status": ((), 2),  # no machine was provisioned
     "doctor": ((), GONE),
     "dead list": ((), 0),

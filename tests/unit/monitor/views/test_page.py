@@ -67,7 +67,9 @@ def test_a_job_without_a_provisioner_foresees_its_end_by_its_own_rate() -> None:
     shown = made_up.read(page)
     assert verdict(shown, "progress") == ("good", "yes: expected end 3:15 of 5:00")
     assert facts(shown, "progress")["workers on EC2"].endswith("USD on-demand")
-    assert "USD at list prices" in facts(shown, "progress")["Kafka, control host"]
+    assert facts(shown, "progress")["Kafka on three machines"].endswith("USD: 0.17 USD/h, table")
+    assert facts(shown, "progress")["egress"] == "not priced: set plan.services.egress_gb_per_h"
+    assert facts(shown, "progress")["workers and services"].endswith("USD")
 
 
 def test_trouble_is_said_first() -> None:

@@ -6,17 +6,22 @@ import re
 
 import pytest
 from doll.config import PlanConfig, load
+from doll.config.provision import ServicesConfig
 from doll.errors import ConfigError
 from doll.provisioner.prices.shipped import (
     PARTS,
     StackKind,
+    cold_starts,
+    cost_lines,
     ec2_estimate,
+    service_costs,
     shipped_price,
     shipped_prices,
-    stack_lines,
     stack_usd_per_h,
+    sum_of,
     with_prices,
 )
+from doll.theory.cost import Prices
 from paths import EXAMPLES, ROOT
 
 DIGITS = EXAMPLES / "digits" / "job.yaml"
@@ -85,9 +90,28 @@ def test_what_runs_beside_the_workers_is_what_terraforms_page_says(kind: StackKi
         assert f"| {part.usd_per_h:.2f}" in costs, part
 
 
-def test_each_part_has_a_line_and_the_last_has_the_sum() -> None:
-    lines = stack_lines("self_managed", 7200.0, 10.0)
-    assert len(lines) == 2 + len(PARTS["self_managed"])
-    assert "for 2:00:00 h" in lines[0]
-    assert re.search(r"Kafka on three machines +0\.17 USD/h +0\.34 USD", "\n".join(lines))
-    assert lines[-1].endswith("0.45 USD/h      0.90 USD; with the workers 10.90 USD")
+def test_each_cost_has_a_line_with_its_source_and_the_last_has_the_sum() -> None:
+    costs = [
+        *service_costs("self_managed", ServicesConfig(egress_gb_per_h=2.0), 7200.0),
+        cold_starts(3, 1, 7200.0, boot_s=90.0, cycle_s=7200.0, prices=Prices(0.1, 0.4)),
+    ]
+    lines = cost_lines("Costs", 10.0, costs)
+    assert len(lines) == 3 + len(costs)
+    text = "\n".join(lines)
+    assert re.search(r"Kafka on three machines +0\.34 USD +0\.17 USD/h, table", text)
+    assert re.search(r"egress +0\.36 USD +2 GB/h x 0\.09 USD/GB, table", text)
+    assert re.search(r"storage +- USD +not priced: set plan\.services\.storage_gb", text)
+    boots_usd = 90 / 3600 * (3 * 2 * 0.1 + 0.4)
+    assert costs[-1].usd == pytest.approx(boots_usd), "each worker boots once, and those on spot once more per cycle"
+    assert sum_of(costs) == pytest.approx(0.90 + 0.36 + boots_usd)
+    assert lines[-1].endswith("11.29 USD, without storage")
+
+
+def test_what_runs_anyway_is_not_counted_and_stated_prices_count_more() -> None:
+    services = ServicesConfig(run_anyway=["kafka", "egress"], cache_usd_per_h=0.25, storage_gb=730.0)
+    costs = {line.key: line for line in service_costs("msk", services, 3600.0)}
+    assert costs["kafka"][2:] == (None, "not counted: runs anyway (plan.services.run_anyway)")
+    assert costs["egress"].source.startswith("not counted")
+    assert costs["cache"][1:] == ("cache", 0.25, "0.25 USD/h, plan.services.cache_usd_per_h")
+    assert costs["storage"].usd == pytest.approx(0.08)
+    assert service_costs("msk", ServicesConfig(cache_usd_per_h=0.0), 0.0)[1].usd == 0.0
