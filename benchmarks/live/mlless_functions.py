@@ -8,11 +8,13 @@ takes less time: this stands for the exchange that grows with the number of work
 from __future__ import annotations
 
 import json
+import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -38,13 +40,14 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))  # of the emulator, as in be
 
 NAME: Final = "mlless_functions"
 PAPER: Final = "MLLess, sections 4.2 and 6.2, Fig. 5 to 7"
+ARMS: Final = ("functions", "tuned functions", "machines", "all-reduce machines")
 SETTINGS: Final = {
     "jobs": "PMF,LR",
+    "arms": ",".join(ARMS),  # MLLess's machines run PyTorch's all-reduce: a sparse one, where it is available
     "workers": "6",
     "min_workers": "1",  # which the tuner leaves
     "every_s": "3",  # between two decisions of the tuner; MLLess's T is 20 in jobs several times as long
     "machine_usd_per_h": "0.03625",  # of a worker's machine: half of a c7g.large, on-demand, early 2026
-    "all_reduce": "yes",  # MLLess's machines run PyTorch's all-reduce: sparse, where it is available
     "pmf_batch_size": "2048",  # ratings
     "pmf_lr": "160",  # of the mean gradient of all workers
     "pmf_loss": "0.765",  # held out
@@ -53,7 +56,7 @@ SETTINGS: Final = {
     "lr_loss": "0.4965",
 }
 SEEDS: Final = (0, 1, 2)
-PLAIN, TUNED, MACHINES, ALL_REDUCE = "functions", "functions, tuner", "machines", "machines, all-reduce"
+PLAIN, TUNED, MACHINES, ALL_REDUCE = ARMS
 BAR: Final = 1.4  # of MLLess's tuner: 1.4 to 1.5 on LR, up to 1.6 on PMF
 MACHINE_BAR: Final = 1.0
 _LIMIT_S: Final = 900
@@ -124,7 +127,7 @@ class Clocked(RunHook):
         return all(line.is_live or line.is_spare for line in model.worker_lines())
 
     def feed(self, record: AnyRecord) -> None:
-        if isinstance(record, Update) and self.first_s != self.first_s:
+        if isinstance(record, Update) and math.isnan(self.first_s):
             self.first_s = time.time()
         elif isinstance(record, Finished):
             self.finished_s = record.time_s
@@ -160,12 +163,12 @@ class FunctionWorkers(Clocked):
 
     def close(self) -> None:
         if self._provisioner is not None:
-            try:
-                self._provisioner.wait(_END_S)  # it ends the workers when the job has finished, and bills them
-            finally:
-                self._provisioner.kill()
-                self._stack.close()
-                self._provisioner = None
+            with suppress(subprocess.TimeoutExpired):
+                # It ends the workers when the job has finished, and bills them; there is nothing to wait for otherwise.
+                self._provisioner.wait(_END_S if not math.isnan(self.finished_s) else 0.1)
+            self._provisioner.kill()
+            self._stack.close()
+            self._provisioner = None
 
 
 def changes_of(job: str, options: Options) -> tuple[Learned, list[str]]:
@@ -248,14 +251,15 @@ def run(folder: Path, options: Options) -> Report:
     missing = ""
     for job in asked["jobs"].split(","):
         for seed in options.seeds:
-            for arm in (PLAIN, TUNED, MACHINES):
-                rows.append(run_one(job, arm, seed, folder / f"{job}-{arm.replace(', ', '-')}-{seed}", options))
+            for arm in asked["arms"].split(","):
+                try:
+                    if arm != ALL_REDUCE:
+                        rows.append(run_one(job, arm, seed, folder / f"{job}-{arm.replace(' ', '-')}-{seed}", options))
+                    elif not options.quick:
+                        rows.append(run_all_reduce(job, seed, options))
+                except Skip as reason_of:
+                    missing = f" The all-reduce was not run: {reason_of}."
                 print(table(rows).text(), flush=True)
-            try:
-                if asked["all_reduce"] == "yes" and not options.quick:
-                    rows.append(run_all_reduce(job, seed, options))
-            except Skip as reason_of:
-                missing = f" The all-reduce was not run: {reason_of}."
     count = len(options.seeds)
     return Report(
         "MLLess: functions with and without the tuner, and machines",
