@@ -125,6 +125,36 @@ data "aws_iam_policy_document" "control" {
     }
   }
 
+  dynamic "statement" {
+    for_each = module.function[*].arn
+
+    content {
+      sid       = "InvokeWorkers"
+      actions   = ["lambda:InvokeFunction", "lambda:GetFunction", "lambda:GetFunctionConcurrency"]
+      resources = [statement.value]
+    }
+  }
+
+  dynamic "statement" {
+    for_each = var.function_image_tag == null ? [] : ["*"]
+
+    content {
+      sid       = "AccountConcurrency"
+      actions   = ["lambda:GetAccountSettings"]
+      resources = [statement.value]
+    }
+  }
+
+  dynamic "statement" {
+    for_each = var.function_image_tag == null ? [] : [module.storage.repository_arn]
+
+    content {
+      sid       = "ImageSize"
+      actions   = ["ecr:DescribeImages"]
+      resources = [statement.value]
+    }
+  }
+
   statement {
     sid       = "Queue"
     actions   = ["sqs:ReceiveMessage", "sqs:DeleteMessage", "sqs:GetQueueAttributes"]
@@ -235,6 +265,29 @@ data "aws_iam_policy_document" "worker" {
   }
 
   source_policy_documents = [data.aws_iam_policy_document.boot.json, data.aws_iam_policy_document.iam_client.json]
+}
+
+# A worker in a function: no host, so no registry, parameters or log of the hosts. modules/function adds its log and network.
+data "aws_iam_policy_document" "function" {
+  statement {
+    sid       = "Passwords"
+    actions   = ["secretsmanager:GetSecretValue"]
+    resources = concat([module.secrets.worker_arn, module.secrets.cache_arn], var.schema_registry_login ? [module.secrets.schema_registry_arn] : [])
+  }
+
+  statement {
+    sid       = "Authorities"
+    actions   = ["s3:GetObject"]
+    resources = ["${module.storage.bucket_arn}/ca/*"]
+  }
+
+  statement {
+    sid       = "Key"
+    actions   = ["kms:Decrypt"]
+    resources = [module.storage.kms_key_arn]
+  }
+
+  source_policy_documents = [data.aws_iam_policy_document.iam_client.json]
 }
 
 data "aws_iam_policy_document" "kafka" {

@@ -164,6 +164,40 @@ module "workers" {
   policy_json       = data.aws_iam_policy_document.worker.json
 }
 
+module "function" {
+  source = "./modules/function"
+  count  = var.function_image_tag == null ? 0 : 1
+
+  name               = var.name
+  image              = "${module.storage.repository_url}${startswith(coalesce(var.function_image_tag, "-"), "sha256:") ? "@" : ":"}${coalesce(var.function_image_tag, "-")}"
+  repository_name    = module.storage.repository_name
+  is_arm64           = local.arm64[var.worker_instance_types[0]]
+  memory_mb          = var.function_memory_mb
+  timeout_s          = var.function_timeout_s
+  ephemeral_mb       = var.function_ephemeral_mb
+  concurrency        = var.function_concurrency
+  subnet_ids         = module.network.private_subnet_ids
+  security_group_id  = module.network.security_group_ids.worker
+  kms_key_arn        = module.storage.kms_key_arn
+  log_retention_days = var.log_retention_days
+  policy_json        = data.aws_iam_policy_document.function.json
+
+  # What doll.run.function_boot fetches when an environment starts: hosts have scripts for this, a function has none.
+  environment = merge(
+    {
+      DOLL_KAFKA                 = module.kafka.bootstrap
+      DOLL_REDIS                 = module.cache.url
+      DOLL_BOOT_BUCKET           = module.storage.bucket
+      DOLL_BOOT_CERT_AUTHORITIES = join(" ", local.authorities)
+      DOLL_BOOT_SECRETS = join(" ", concat(
+        [module.secrets.worker_name, "doll/${var.name}/cache"],
+        var.schema_registry_login ? [module.secrets.schema_registry_name] : [],
+      ))
+    },
+    { for name, variable in local.authority_variables : variable => "/tmp/doll-${name}.pem" if contains(local.authorities, name) },
+  )
+}
+
 module "control" {
   source = "./modules/control"
 
@@ -193,6 +227,8 @@ locals {
     var.schema_registry_ca != null ? ["registry"] : [],
   )
 
+  authority_variables = { kafka = "DOLL_KAFKA_CA", cache = "DOLL_REDIS_CA", registry = "DOLL_REGISTRY_CA" }
+
   environment = merge(
     {
       DOLL_KAFKA                      = module.kafka.bootstrap
@@ -206,26 +242,33 @@ locals {
       DOLL_BOOT_LOG_GROUP             = module.storage.roles_log_group.name
       DOLL_BOOT_SCHEMA_REGISTRY_LOGIN = var.schema_registry_login ? "yes" : ""
     },
-    contains(local.authorities, "kafka") ? { DOLL_KAFKA_CA = "/run/doll/ca/kafka.pem" } : {},
-    contains(local.authorities, "cache") ? { DOLL_REDIS_CA = "/run/doll/ca/cache.pem" } : {},
-    contains(local.authorities, "registry") ? { DOLL_REGISTRY_CA = "/run/doll/ca/registry.pem" } : {},
+    { for name, variable in local.authority_variables : variable => "/run/doll/ca/${name}.pem" if contains(local.authorities, name) },
   )
 
-  settings = {
-    "kafka.security"                = "sasl_ssl"
-    "kafka.worker_user"             = var.kafka_mode == "msk_serverless" ? "" : local.worker_user
-    "kafka.producer_user"           = var.kafka_mode == "self_managed" ? local.producer_user : ""
-    "kafka.replication_factor"      = tostring(min(3, var.kafka_mode == "msk_serverless" ? 3 : var.kafka_broker_count))
-    "ps.shards"                     = tostring(var.shards)
+  settings = merge(local.fleet, {
+    "kafka.security"           = "sasl_ssl"
+    "kafka.worker_user"        = var.kafka_mode == "msk_serverless" ? "" : local.worker_user
+    "kafka.producer_user"      = var.kafka_mode == "self_managed" ? local.producer_user : ""
+    "kafka.replication_factor" = tostring(min(3, var.kafka_mode == "msk_serverless" ? 3 : var.kafka_broker_count))
+    "ps.shards"                = tostring(var.shards)
+    "fleet.cluster"            = var.name
+    "fleet.region"             = var.region
+  })
+
+  fleet = var.function_image_tag == null ? tomap({
     "fleet.kind"                    = "ec2"
-    "fleet.cluster"                 = var.name
-    "fleet.region"                  = var.region
     "fleet.launch_template"         = module.workers.launch_template_id
     "fleet.launch_template_version" = tostring(module.workers.launch_template_version)
     "fleet.subnets"                 = jsonencode(module.network.private_subnet_ids)
     "fleet.instance_types"          = jsonencode(var.worker_instance_types)
     "fleet.queue_url"               = module.observability.queue_url
-  }
+    }) : tomap({
+    "fleet.kind"         = "lambda"
+    "fleet.function"     = module.function[0].name
+    "fleet.memory_mb"    = tostring(var.function_memory_mb)
+    "fleet.timeout_s"    = tostring(var.function_timeout_s)
+    "fleet.ephemeral_mb" = tostring(var.function_ephemeral_mb)
+  })
 }
 
 module "observability" {

@@ -21,6 +21,7 @@ output "names" {
     producer_bootstrap     = module.kafka.producer_bootstrap
     control_instance       = module.control.instance_id
     kafka_instances        = module.kafka.instance_ids
+    function               = one(module.function[*].name)
     launch_template        = module.workers.launch_template_id
     producer_group         = module.network.security_group_ids.producer
     vpc                    = module.network.vpc_id

@@ -147,6 +147,63 @@ variable "worker_orphan_minutes" {
   }
 }
 
+# --- workers in functions ---
+
+variable "function_image_tag" {
+  description = "Tag or digest, in the stack's repository, of an image for workers in functions on AWS Lambda (docs/guide/functions.md). null: workers are EC2 instances."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.function_image_tag == null || can(regex("^([A-Za-z0-9_][A-Za-z0-9._-]{0,127}|sha256:[0-9a-f]{64})$", var.function_image_tag)) && var.function_image_tag != "latest"
+    error_message = "Expected a tag, and not latest, or a digest sha256:..."
+  }
+}
+
+variable "function_memory_mb" {
+  description = "Memory of the function, MB: 1769 are one vCPU."
+  type        = number
+  default     = 1769
+
+  validation {
+    condition     = var.function_memory_mb >= 128 && var.function_memory_mb <= 10240
+    error_message = "Expected 128 to 10240 MB."
+  }
+}
+
+variable "function_timeout_s" {
+  description = "Time limit of an invocation, s. Its successor starts before it."
+  type        = number
+  default     = 900
+
+  validation {
+    condition     = var.function_timeout_s >= 30 && var.function_timeout_s <= 900
+    error_message = "Expected 30 to 900 s, which is AWS's limit."
+  }
+}
+
+variable "function_ephemeral_mb" {
+  description = "Size of the function's /tmp, MB."
+  type        = number
+  default     = 512
+
+  validation {
+    condition     = var.function_ephemeral_mb >= 512 && var.function_ephemeral_mb <= 10240
+    error_message = "Expected 512 to 10240 MB."
+  }
+}
+
+variable "function_concurrency" {
+  description = "Reserved concurrency: twice data.workers, because a successor starts beside its predecessor. AWS keeps 100 of the account's quota unreserved."
+  type        = number
+  default     = 16
+
+  validation {
+    condition     = var.function_concurrency >= 2 && floor(var.function_concurrency) == var.function_concurrency
+    error_message = "Expected a whole number of 2 or more."
+  }
+}
+
 # --- Kafka ---
 
 variable "kafka_mode" {

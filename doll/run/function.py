@@ -34,6 +34,7 @@ from doll.local.processes import describe_exit, tail
 from doll.provisioner.fleets.orders import identity
 from doll.provisioner.fleets.port import Order
 from doll.records.bounded import short
+from doll.run import function_boot
 from doll.services import resolve
 from doll.storage.invocations import Invocations
 from doll.storage.redis_client import connect_redis
@@ -88,7 +89,13 @@ class _Environment:
 
     def __init__(self) -> None:
         self._forks: ForkServer | None = None
-        self._is_used = False
+        self._is_used = self._has_fetched = False
+
+    def prepare(self) -> None:
+        """Fetch passwords and certificates, once. Raises ConfigError if AWS refuses."""
+        if not self._has_fetched:
+            function_boot.fetch()
+            self._has_fetched = True
 
     def forks(self) -> ForkServer:
         if self._forks is None or self._forks.pid is None:
@@ -117,6 +124,7 @@ def handle(event: Any, context: Context) -> dict[str, Any]:
     started_s = _environment.started_s()
     try:
         order = Event.read(event)
+        _environment.prepare()
         config = parse(order.job)
         with connect_redis(resolve(config), timeout_s=_REDIS_S) as client:
             outcome = _Invocation(order, config, Invocations(client, config.job, config.cluster)).run(

@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 from botocore import xform_name
 from botocore.session import Session
+from doll.run import function_boot
 from paths import ROOT
 
 from .conftest import FILES, PRODUCER
@@ -90,6 +91,24 @@ def test_the_provisioner_may_do_what_it_calls_and_little_else() -> None:
     assert needed - granted("control") == set()
 
 
+def test_the_provisioner_may_do_what_it_calls_for_functions() -> None:
+    needed = called(Session(), PROVISIONER / "fleets/aws_lambda/fleet.py", "lambda")
+    assert needed == {"lambda:Invoke"}  # or the search finds nothing
+    text = (PROVISIONER / "fleets/aws_lambda/account.py").read_text()
+    asked = set(re.findall(r'"(lambda:[A-Z]\w+|ecr:[A-Z]\w+)"', text)) | {"ecr:DescribeImages"}
+    assert {action for action in granted("control") if action.startswith(("lambda:", "ecr:Describe"))} == asked
+
+
+def test_a_worker_in_a_function_reads_what_a_worker_on_a_host_reads() -> None:
+    """Its passwords and authorities, and no parameter, image or job of the hosts."""
+    assert passwords("function") == passwords("worker")
+    actions = {action for action in granted("function") if not action.startswith("kafka-cluster:")}
+    assert actions == {"secretsmanager:GetSecretValue", "s3:GetObject", "kms:Decrypt"}
+    text = (TERRAFORM / "main.tf").read_text()
+    for name in (function_boot.SECRETS_ENV, function_boot.AUTHORITIES_ENV, function_boot.BUCKET_ENV):
+        assert f"      {name}" in text, "the function does not know what to fetch"
+
+
 def test_the_parameter_server_may_do_what_its_store_calls() -> None:
     model = {"put_object": "PutObject", "get_object": "GetObject", "delete_object": "DeleteObject"}
     text = (ROOT / "doll" / "storage" / "s3_checkpoints.py").read_text()
@@ -122,7 +141,7 @@ def test_hosts_may_do_what_their_scripts_call(document: str, scripts: list[str])
 
 def test_workers_have_no_right_on_ec2_and_nobody_has_what_would_be_too_much() -> None:
     assert not [action for action in granted("worker") if action.startswith(("ec2:", "iam:", "sqs:"))]
-    for document in ("control", "worker", "kafka"):
+    for document in ("control", "worker", "kafka", "function"):
         assert not [action for action in granted(document) if action.startswith(ABSENT)]
 
 

@@ -130,6 +130,7 @@ class FunctionWorld:
         return boto3.client(service, "us-east-1", endpoint_url=self._control, **keys)
 
     def _make_function(self) -> None:
+        urllib.request.urlopen(f"{self._control}/moto-api/reset", b"").close()  # moto's state is the process's
         iam, functions = self.client("iam"), self.client("lambda")
         role = iam.create_role(RoleName="worker", AssumeRolePolicyDocument="{}", Path="/")["Role"]["Arn"]
         functions.create_function(
@@ -212,7 +213,9 @@ class FunctionWorld:
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if self.path.endswith("/invocations"):
+                if self.path.endswith("/invocations") and self.headers.get("X-Amz-Invocation-Type") == "DryRun":
+                    self._send(204, {"x-amzn-RequestId": uuid.uuid4().hex}, b"")
+                elif self.path.endswith("/invocations"):
                     threading.Thread(target=world._invoke, args=(body,), daemon=True).start()
                     self._send(202, {"x-amzn-RequestId": uuid.uuid4().hex}, b"")
                 else:

@@ -19,9 +19,11 @@ from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import fake_docker
-from doll.config import KubernetesFleetConfig, RayFleetConfig
+import redis
+from doll.config import KubernetesFleetConfig, LambdaFleetConfig, RayFleetConfig
 from doll.errors import ServiceUnavailableError
 from doll.local.supervisor import RoleSpec
+from doll.provisioner.fleets.aws_lambda.fleet import LambdaFleet
 from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
 from doll.provisioner.fleets.kubernetes.fleet import ApiError, KubernetesFleet
@@ -30,7 +32,9 @@ from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.fleets.ray.actors import Actor
 from doll.provisioner.fleets.ray.fleet import RayError, RayFleet
 from doll.provisioner.planning.state import Market
+from doll.storage.invocations import Invocation, Invocations
 from fake_fleet import VirtualClock
+from job_world import ON_DEMAND, SPOT
 
 _ENDING_S = 5.0
 _CLUSTER = "shared"
@@ -46,7 +50,10 @@ class Owner:
         refuses: orders are refused for a reason of configuration.
         away: no call is answered.
         refused: how many calls it has refused.
+        usd_per_h: prices of both markets.
     """
+
+    usd_per_h = (SPOT, ON_DEMAND)
 
     def __init__(self, clock: VirtualClock, folder: Path, boot_s: float) -> None:
         self.clock, self.folder, self.boot_s, self.job = clock, folder, boot_s, JOB
@@ -527,10 +534,145 @@ class RayOwner(Owner):
             raise RayError(f"{call}: Ray does not answer")
 
 
+class LambdaOwner(Owner):
+    """Invocations of a function, played as `doll.run.function` would live by now, and their records in memory.
+
+    Attributes:
+        is_busy: the concurrency of the function is used up; events wait.
+        is_twice: each event is delivered twice.
+    """
+
+    usd_per_h = (SPOT, SPOT)  # functions have one market
+    is_busy = is_twice = False
+    LIMIT_S = 900.0
+    LEAD_S = 125.0  # a turn of the test, and the drain
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.records: dict[str, dict[str, dict[str, Any]]] = {}  # by job and name
+        self._events: list[dict[str, Any]] = []
+
+    def fleet(self) -> Fleet:
+        """As `doll.provisioner.fleets.aws_lambda.fleet.connect`, which asks about the function."""
+        if self.away:
+            raise ServiceUnavailableError("function doll: AWS Lambda does not answer")
+        settings = LambdaFleetConfig(kind="lambda", function="doll", start_s=self.boot_s)
+        return LambdaFleet(
+            self, _Records(self, self.job), settings, cluster=_CLUSTER, job=self.job, job_text=self.job,
+            lead_s=self.LEAD_S, clock=self.clock,
+        )  # fmt: skip
+
+    def invoke(self, *, Payload: bytes, **_: Any) -> None:
+        from botocore.exceptions import ClientError, EndpointConnectionError
+
+        if self.away:
+            raise EndpointConnectionError(endpoint_url="https://lambda")
+        if self.refuses:
+            self.refused += 1
+            error = {"Code": "AccessDeniedException", "Message": "not authorized to perform: lambda:InvokeFunction"}
+            raise ClientError({"Error": error, "ResponseMetadata": {"HTTPStatusCode": 403}}, "Invoke")
+        self._events += [json.loads(Payload)] * (2 if self.is_twice else 1)
+
+    def close(self) -> None:
+        pass
+
+    def has_ended(self, id_: str, reason: EndReason, at_s: float | None = None) -> None:
+        was_alive = self.machines[id_].ended_s is None
+        super().has_ended(id_, reason, at_s)
+        machine, record = self.machines[id_], self._record(id_)
+        if was_alive and record is not None and not self.away and "ended_s" not in record:
+            causes = {EndReason.FAILED: "failed", EndReason.LIMIT: "successor"}
+            record.update(ended_s=machine.ended_s, cause=causes.get(reason, "asked"))
+
+    def take(self, id_: str) -> None:
+        """Its environment is gone, without a word."""
+        self._by_now()
+        Owner.has_ended(self, id_, EndReason.FAILED)
+
+    @property
+    def handed_on(self) -> int:
+        """Invocations that have ended at their time limit, or handed their place on before it."""
+        return sum(machine.end_reason is EndReason.LIMIT for machine in self.all_instances())
+
+    def _record(self, id_: str) -> dict[str, Any] | None:
+        return self.records.get(self.machines[id_].job, {}).get(id_)
+
+    def _by_now(self) -> list[Instance]:
+        self._start()
+        machines, now_s = super()._by_now(), self.clock()
+        for machine in [each for each in machines if each.is_alive]:
+            record = self._record(machine.id) or {}
+            ends_s = machine.launched_s + self.LIMIT_S - _ENDING_S
+            if "asked_s" in record or "ended_s" in record:
+                self._ending_at_s.setdefault(machine.id, record.get("asked_s", now_s) + _ENDING_S)
+            for other in machines:
+                is_successor = (other.job, other.slot) == (machine.job, machine.slot)
+                if is_successor and other.incarnation > machine.incarnation and other.is_alive:
+                    ends_s = min(ends_s, other.launched_s + self.boot_s)
+            if ends_s <= now_s and machine.id not in self._ending_at_s:
+                self.has_ended(machine.id, EndReason.LIMIT, ends_s + _ENDING_S)
+            elif not self.away:
+                record.update(seen_s=now_s)
+                if now_s >= machine.launched_s + self.boot_s:
+                    record.setdefault("warm_s", machine.launched_s + self.boot_s)
+        return super()._by_now()
+
+    def _start(self) -> None:
+        """What waits starts, if it is wanted by now; whoever comes second does no work."""
+        if self.is_busy or self.away:
+            return
+        for event in self._events:
+            records = self.records.setdefault(event["job"], {})
+            identity = {key: event[key] for key in ("slot", "incarnation", "market")}
+            record = records.setdefault(event["name"], identity | {"launched_s": self.clock()})
+            if "started_s" not in record and "ended_s" not in record:
+                now_s = self.clock()
+                record.update(started_s=now_s, seen_s=now_s, limit_s=now_s + self.LIMIT_S)
+                self.buy(event["name"], event["slot"], event["incarnation"], event["market"], event["job"])
+        self._events.clear()
+
+
+class _Records(Invocations):
+    """The records of one job in the owner's memory, which do not answer while it is away."""
+
+    def __init__(self, owner: LambdaOwner, job: str) -> None:
+        self._owner, self._job = owner, job
+
+    def order(self, name: str, fields: Mapping[str, Any]) -> None:
+        self._kept().setdefault(name, {}).update(fields)
+
+    def mark(self, name: str, **values: Any) -> None:
+        self._kept().setdefault(name, {}).update(values)
+
+    def end(self, name: str, at_s: float, cause: str, trouble: str = "") -> bool:
+        record = self._kept().setdefault(name, {})
+        if "ended_s" in record:
+            return False
+        record.update(ended_s=at_s, cause=cause, trouble=trouble)
+        return True
+
+    def forget(self, name: str) -> None:
+        self._kept().pop(name, None)
+
+    def get(self, name: str) -> Invocation | None:
+        record = self._kept().get(name)
+        return None if record is None else Invocation(name=name, **record)
+
+    def all(self) -> builtins.list[Invocation]:
+        return [Invocation(name=name, **record) for name, record in sorted(self._kept().items())]
+
+    def _kept(self) -> dict[str, dict[str, Any]]:
+        if self._owner.away:
+            raise redis.ConnectionError("the job's Redis is away")
+        self._owner._by_now()
+        return self._owner.records.setdefault(self._job, {})
+
+
 OWNERS: dict[str, Callable[..., Owner]] = {
     "processes": ProcessOwner,
     "compose": ComposeOwner,
     "ec2": Ec2Owner,
     "kubernetes": KubernetesOwner,
     "ray": RayOwner,
+    "lambda": LambdaOwner,
 }

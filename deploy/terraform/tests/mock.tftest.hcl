@@ -62,6 +62,9 @@ mock_provider "aws" {
       latest_version = 3
     }
   }
+  mock_resource "aws_lambda_function" {
+    defaults = { arn = "arn:aws:lambda:us-east-1:123456789012:function:doll-test-worker" }
+  }
   mock_resource "aws_iam_policy" {
     defaults = { arn = "arn:aws:iam::123456789012:policy/test-producer" }
   }
@@ -249,6 +252,25 @@ run "a_schema_registry_with_all_that_it_may_need" {
   }
 }
 
+run "workers_in_a_function" {
+  variables {
+    kafka_mode         = "self_managed"
+    function_image_tag = "f1"
+    function_memory_mb = 3008
+    function_timeout_s = 600
+  }
+  assert {
+    condition = output.settings["fleet.kind"] == "lambda" && output.settings["fleet.function"] == "doll-test-worker" && output.settings["fleet.memory_mb"] == "3008" && output.settings["fleet.timeout_s"] == "600" && alltrue([
+      for key in ["launch_template", "subnets", "queue_url"] : !contains(keys(output.settings), "fleet.${key}")
+    ])
+    error_message = "the provisioner's settings do not fit a function"
+  }
+  assert {
+    condition     = output.names.function == "doll-test-worker" && output.environment.DOLL_KAFKA_CA == "/run/doll/ca/kafka.pem"
+    error_message = "the function has no name, or hosts have lost their authorities"
+  }
+}
+
 # --- who hears the alarms ---
 
 run "without_a_receiver_the_plan_says_that_nobody_hears_the_alarms" {
@@ -302,12 +324,19 @@ run "wrong_values" {
     schema_registry_cidrs = ["0.0.0.0/0"]
     schema_registry_port  = 0
     shards                = 2.5
+    function_image_tag    = "latest"
+    function_memory_mb    = 64
+    function_timeout_s    = 901
+    function_ephemeral_mb = 100
+    function_concurrency  = 1
   }
   expect_failures = [
     var.name, var.image_tag, var.region, var.zone_count, var.vpc_cidr, var.producer_cidrs, var.worker_instance_types,
     var.worker_ami_id, var.cache_mode, var.control_instance_type, var.alarm_email, var.alarm_topic_arn,
     var.log_retention_days,
     var.schema_registry_ca, var.schema_registry_cidrs, var.schema_registry_port, var.shards,
+    var.function_image_tag, var.function_memory_mb, var.function_timeout_s, var.function_ephemeral_mb,
+    var.function_concurrency,
   ]
 }
 

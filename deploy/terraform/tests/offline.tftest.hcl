@@ -119,6 +119,26 @@ run "msk_and_all_that_is_optional" {
   }
 }
 
+run "workers_in_a_function" {
+  command = plan
+  override_data {
+    target = module.function[0].data.aws_caller_identity.this
+    values = { account_id = "123456789012" }
+  }
+  variables {
+    function_image_tag    = "sha256:0000000000000000000000000000000000000000000000000000000000000000"
+    schema_registry_login = true
+  }
+  assert {
+    condition = toset(flatten([
+      for statement in data.aws_iam_policy_document.control.statement : tolist(statement.actions) if contains(["InvokeWorkers", "AccountConcurrency", "ImageSize"], statement.sid)
+      ])) == toset([
+      "lambda:InvokeFunction", "lambda:GetFunction", "lambda:GetFunctionConcurrency", "lambda:GetAccountSettings", "ecr:DescribeImages",
+    ])
+    error_message = "the provisioner lacks rights for the function, or has more"
+  }
+}
+
 run "msk_serverless" {
   command = plan
   variables {

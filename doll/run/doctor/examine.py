@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from doll.config import JobConfig
-from doll.config.fleets import Ec2FleetConfig, KubernetesFleetConfig, RayFleetConfig
+from doll.config.fleets import Ec2FleetConfig, KubernetesFleetConfig, LambdaFleetConfig, RayFleetConfig
 from doll.config.format import AvroFormat
 from doll.errors import ConfigError, DollError
 from doll.extras import is_installed, require
@@ -21,6 +21,7 @@ from doll.kafka.diagnosis import ask_kafka
 from doll.kafka.logins import client_certificate, principal_text
 from doll.kafka.permissions import ROLES, Role
 from doll.local import ray_head
+from doll.provisioner.fleets.aws_lambda.account import ask_function
 from doll.provisioner.fleets.ec2.account import ask_quotas
 from doll.provisioner.fleets.kubernetes.diagnosis import ask_kubernetes
 from doll.provisioner.fleets.ray.diagnosis import ask_ray
@@ -72,6 +73,8 @@ def _fleet(config: JobConfig) -> Sequence[Check]:
     match config.fleet:
         case KubernetesFleetConfig():
             return ask_kubernetes(config)
+        case LambdaFleetConfig():
+            return ask_function(config)
         case RayFleetConfig(address="auto") if is_installed("ray") and not ray_head.running_address():
             return [
                 Check(

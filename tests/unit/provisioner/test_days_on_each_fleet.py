@@ -23,7 +23,7 @@ from doll.records.control import Finished
 from failing_world import FailingWorld
 from fake_fleet import VirtualClock
 from job_world import ON_DEMAND, FlatPrices, settings
-from machine_owners import OWNERS, Ec2Owner, KubernetesOwner, Owner, RayOwner
+from machine_owners import OWNERS, Ec2Owner, KubernetesOwner, LambdaOwner, Owner, RayOwner
 from memory_state_store import MemoryStateStore
 
 HOUR_S = 3600.0
@@ -33,6 +33,7 @@ BOOT_S = 60.0
 FAILS_AT_S = 10 * TURN_S
 DEADLINE_S = 4 * HOUR_S
 MOST_PAUSE_S = 2 * HOUR_S  # of the supervisor
+DRAIN_S = 5.0
 AWAY_S = 20.0  # of a machine that is stopped and started between two turns; no machine takes longer to end
 BUDGET_USD = 1.1  # a quarter more than the plan of the job
 
@@ -50,6 +51,7 @@ class Day:
     def __init__(self, owner: Owner, job: ControllerSettings) -> None:
         self.owner, self.job, self.clock = owner, job, owner.clock
         self.began_s = self.clock()
+        self.prices = FlatPrices(*owner.usd_per_h)
         self.world = FailingWorld(self.clock, owner, job)
         self.store = MemoryStateStore()
         self.decisions: list[Decision] = []
@@ -77,7 +79,7 @@ class Day:
         if self.controller is None and self.elapsed_s >= self._restart_at_s:
             try:
                 self.controller = Controller(
-                    self.job, self.owner.fleet(), FlatPrices(), LOCAL, self.store, job=self.owner.job, topics_id="t"
+                    self.job, self.owner.fleet(), self.prices, LOCAL, self.store, job=self.owner.job, topics_id="t"
                 )
             except ServiceUnavailableError:
                 self._exit()
@@ -109,7 +111,7 @@ class Day:
     @property
     def spent_usd(self) -> float:
         """By the truth of the owner."""
-        return bill(self.owner.paid(), FlatPrices().series, LOCAL, self.clock()).usd
+        return bill(self.owner.paid(), self.prices.series, LOCAL, self.clock()).usd
 
 
 def nothing(day: Day) -> None:
@@ -191,6 +193,21 @@ def kubernetes(day: Day) -> KubernetesOwner:
 def ray(day: Day) -> RayOwner:
     assert isinstance(day.owner, RayOwner)
     return day.owner
+
+
+def functions(day: Day) -> LambdaOwner:
+    assert isinstance(day.owner, LambdaOwner)
+    return day.owner
+
+
+def take_and_use_concurrency_up(day: Day) -> None:
+    """Events wait; each is given up, and finds that out when it starts."""
+    take(day)
+    functions(day).is_busy = True
+
+
+def deliver_twice(day: Day) -> None:
+    functions(day).is_twice = True
 
 
 def stop(day: Day) -> None:
@@ -286,6 +303,8 @@ def recover(day: Day) -> None:
         day.owner.protects, day.owner.late_s = False, 0.0
     if isinstance(day.owner, KubernetesOwner):
         day.owner.unpulled = set()
+    if isinstance(day.owner, LambdaOwner):
+        day.owner.is_busy = False
 
 
 @dataclass(frozen=True)
@@ -301,6 +320,7 @@ class Failure:
         only: on these fleets; empty: on all.
         alarm: what a person is told of it.
         unseen_s: for so long nobody can know that a machine has ended, and it is billed; None: as its owner tells.
+        waits_on: on these fleets the provisioner waits, because nothing is paid.
     """
 
     begin: Callable[[Day], None] = nothing
@@ -313,11 +333,12 @@ class Failure:
     only: tuple[str, ...] = ()
     alarm: str = ""
     unseen_s: float | None = None
+    waits_on: tuple[str, ...] = ()
 
 
 LIMITS = settings().limits
-REMOTE = ("compose", "ec2", "kubernetes", "ray")  # who forks processes has no owner that refuses, or is away
-TELL_OF_ENDS = ("compose", "ec2", "ray")  # the others' ends are seen in the next turn
+REMOTE = ("compose", "ec2", "kubernetes", "ray", "lambda")  # who forks processes has no owner that refuses, or is away
+TELL_OF_ENDS = ("compose", "ec2", "ray", "lambda")  # the others' ends are seen in the next turn
 FAILURES = {
     "nothing": Failure(),
     "machines are taken": Failure(take),
@@ -345,8 +366,10 @@ FAILURES = {
     ),
     "the head loses its table": Failure(lose_table, 600.0, unseen_s=600.0, only=("ray",)),
     "another job has machines in the cluster": Failure(
-        have_a_neighbour, 2 * HOUR_S, each=live_beside, at_start=True, only=("compose", "kubernetes", "ray")
+        have_a_neighbour, 2 * HOUR_S, each=live_beside, at_start=True, only=("compose", "kubernetes", "ray", "lambda"),
     ),
+    "the concurrency is used up for ten minutes": Failure(take_and_use_concurrency_up, 600.0, only=("lambda",)),
+    "each event is delivered twice": Failure(deliver_twice, at_start=True, only=("lambda",)),
     "the image is wrong": Failure(
         wrong_image, at_start=True, is_met=False, steps=LIMITS.max_failures, boot_s=HOUR_S, only=("kubernetes",),
         alarm="ImagePullBackOff",
@@ -361,7 +384,7 @@ FAILURES = {
         each=fail_at_once, is_met=False, steps=LIMITS.max_failures, boot_s=BOOT_S + 3 * TURN_S
     ),
     "no update": Failure(no_update, is_met=False, steps=0),
-    "no parameter server": Failure(no_server, is_met=False, steps=0),
+    "no parameter server": Failure(no_server, is_met=False, steps=0, waits_on=("lambda",)),
 }  # fmt: skip
 
 
@@ -391,27 +414,34 @@ def check(day: Day, failure: Failure, kind: str) -> None:
     assert failure.begin is not refuse or day.owner.refused
     count, machines = day.job.num_slots, day.owner.all_instances()
     allowed_usd = day.decisions[0].expected_cost_usd + count * failure.steps * failure.boot_s / HOUR_S * ON_DEMAND
+    if isinstance(day.owner, LambdaOwner):  # both invocations of a slot are paid while the successor starts
+        assert day.owner.handed_on <= count * (1 + (day.ended_s or DAY_S) / (day.owner.LIMIT_S - 2 * TURN_S - BOOT_S))
+        allowed_usd += day.owner.handed_on * (BOOT_S + DRAIN_S) / HOUR_S * day.owner.usd_per_h[0]
     assert day.spent_usd <= allowed_usd, f"{len(machines)} machines; {day.decisions[-1].alarms}"
-    assert day.ended_s is not None, day.decisions[-1].alarms
+    assert (day.ended_s is None) == (kind in failure.waits_on), day.decisions[-1].alarms
     assert day.owner.kept() == []
     unseen_s = failure.unseen_s or (0.0 if kind in TELL_OF_ENDS else TURN_S)
+    if kind == "lambda" and failure.begin in (go_away, away_while_it_starts_again):  # invocations tell of their ends
+        unseen_s = LambdaOwner.LIMIT_S
     away_usd, unseen_usd = (seconds / HOUR_S * ON_DEMAND for seconds in (count * AWAY_S, len(machines) * unseen_s))
     too_much_usd = day.decisions[-1].bill.usd - day.spent_usd
     assert -away_usd <= too_much_usd <= away_usd + unseen_usd, "the bill is not what was spent"
     assert not failure.alarm or any(failure.alarm in " ".join(decision.alarms) for decision in day.decisions)
-    assert [each.id for each in machines if each.launched_s - day.began_s > day.ended_s] == [], "of a job that is over"
+    ended_s = DAY_S if day.ended_s is None else day.ended_s
+    assert [each.id for each in machines if each.launched_s - day.began_s > ended_s] == [], "of a job that is over"
     assert day.world.most_per_slot <= 2
     assert (day.world.finished_s is not None) == failure.is_met, day.decisions[-1].alarms
     if day.beside is not None:
         theirs = day.beside.owner
-        assert theirs.all_instances() == theirs.alive(), "machines of another job were ended"
-        assert len(theirs.alive()) == count
+        ended = [machine for machine in theirs.all_instances() if not machine.is_alive]
+        assert all(machine.end_reason is EndReason.LIMIT for machine in ended), "machines of another job were ended"
+        assert len(theirs.alive()) == (0 if kind == "lambda" else count), "of invocations nobody has replaced the last"
         assert day.beside.decisions[-1].phase == "run"
     if day.world.finished_s is not None:
         assert day.world.finished_s - day.began_s <= DEADLINE_S
         assert day.decisions[-1].phase == "done"
         assert day.kept == []
-    else:
+    elif kind not in failure.waits_on:
         assert day.decisions[-1].phase == "failed"
 
 

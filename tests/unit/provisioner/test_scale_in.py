@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from doll.config import JobConfig, load
 from doll.errors import ConfigError
-from doll.provisioner.billing import EC2_LINUX, LOCAL
+from doll.provisioner.billing import AWS_LAMBDA, EC2_LINUX, LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import EndReason, Instance
@@ -33,6 +33,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from job_world import ON_DEMAND, SPOT, JobWorld, settings
+from machine_owners import LambdaOwner
 from memory_state_store import MemoryStateStore
 from msgspec.structs import replace as replace_fields
 from record_builders import welcome
@@ -151,6 +152,34 @@ def test_more_slots_follow_down_to_the_least_number_and_the_job_ends_in_time() -
         if isinstance(result.action, Launch)
     ]
     assert sorted(launches) == [0, 1, 2, 3], "a released slot is not launched again"
+
+
+class FunctionScene(Scene):
+    """The same job on invocations of 15 minutes."""
+
+    def begin(self) -> None:
+        self.fleet = LambdaOwner(self.clock, Path(), 20.0)
+        super().begin()
+
+    def restart(self) -> None:
+        prices = StatedPrices(*self.fleet.usd_per_h)
+        self.controller = Controller(self.job, self.fleet.fleet(), prices, AWS_LAMBDA, self.state_store, **self.more)
+
+
+@pytest.mark.slow
+def test_functions_are_released_at_each_decision_and_get_no_successor() -> None:
+    """The others hand their places on before their limit, as without scale-in."""
+    scene = FunctionScene()
+    scene.until(lambda: scene.world.finished_s is not None)
+    scene.until(lambda: not scene.fleet.alive())
+    first, second = scene.journal("release")
+    assert 60 <= second["time_s"] - first["time_s"] <= 130, "the second decision has enough losses for its curve"
+    for release in (first, second):
+        mine = [each for each in scene.fleet.all_instances() if each.slot == release["slot"]]
+        assert [each for each in mine if each.launched_s > release["time_s"]] == []
+        assert max(each.ended_s for each in mine) <= release["time_s"] + 20
+    assert scene.fleet.handed_on >= 4, "each of the two that stay, twice"
+    assert scene.decisions[-1].phase == "done"
 
 
 def test_the_slowest_stream_goes_first_and_then_the_slowest_worker() -> None:

@@ -18,6 +18,11 @@ output "repository_url" {
   value       = aws_ecr_repository.this.repository_url
 }
 
+output "repository_name" {
+  description = "Name of the image repository."
+  value       = aws_ecr_repository.this.name
+}
+
 output "repository_arn" {
   description = "ARN of the image repository."
   value       = aws_ecr_repository.this.arn

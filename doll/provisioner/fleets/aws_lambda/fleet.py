@@ -22,7 +22,7 @@ from doll import telemetry
 from doll.config import JobConfig, LambdaFleetConfig
 from doll.config.loader import dump
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.provisioner.fleets.aws_lambda.account import check_function
+from doll.provisioner.fleets.aws_lambda.account import check_function, lead_s
 from doll.provisioner.fleets.ec2.client import aws_client, aws_errors, code_of, rule_of
 from doll.provisioner.fleets.orders import LaunchGate, order_name
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
@@ -38,11 +38,12 @@ POOL: Final = "function/lambda"
 ENDED_KEPT_S: Final = 3600.0
 MAX_EVENT_BYTES: Final = 256 * 1024
 """AWS's limit of an asynchronous event when this was written first; accounts may allow 1 MB."""
+_UNSEEN_S: Final = 10 * LOST_AFTER_S
 _STARTS_KEPT: Final = 20
 _SLOWER: Final = 1.5  # a start may take longer than those that were measured
 _REASONS: Final = {
     "asked": EndReason.TERMINATED, "finished": EndReason.TERMINATED, "successor": EndReason.LIMIT,
-    "limit": EndReason.LIMIT,
+    "limit": EndReason.LIMIT, "not started": EndReason.TERMINATED,  # for lack of capacity: no failure of the slot
 }  # fmt: skip
 _FAILURES: Final = {
     "ResourceNotFoundException": (LaunchFailure.CONFIG, "correct fleet.function or fleet.region"),
@@ -98,17 +99,14 @@ class LambdaFleet:
         return min(start_s + self.lead_s, self.settings.timeout_s / 2)
 
     def launch(self, order: Order) -> Instance:
-        """Invoke the function for the order. Every failure raises `LaunchError`."""
+        """Invoke the function for the order. Every failure raises `LaunchError`. There is one pool, which an order
+        cannot avoid: the gate says how long it is closed."""
         name, now_s = order_name(order, self.cluster), self.clock()
         try:
             before = self.invocations.get(name)
             if before is not None and (before.invoked_s is not None or before.started_s is not None):
                 return self._instance(before, now_s)
             self._gate.check(order, name)
-            if POOL in order.avoid:
-                raise LaunchError(
-                    f"{name}: the only pool is to be avoided", failure=LaunchFailure.CAPACITY, pools=[POOL]
-                )
             launched_s = now_s if before is None else before.launched_s
             identity = {"slot": order.slot, "incarnation": order.incarnation, "market": order.market}
             self.invocations.order(name, {**identity, "launched_s": launched_s})
@@ -189,6 +187,8 @@ class LambdaFleet:
         elif not each.runs(now_s):
             at_s, cause = each.seen_s or each.started_s, "lost"
             trouble = f"it has not renewed its record for {LOST_AFTER_S:g} s"
+            if now_s - at_s > _UNSEEN_S:  # e.g. Redis was away: it may have worked and cost until now, or its limit
+                at_s = min(now_s, each.limit_s or now_s)
             if each.asked_s is not None:
                 cause = "asked"
             elif each.limit_s is not None and at_s + LOST_AFTER_S >= each.limit_s:
@@ -243,18 +243,12 @@ def connect(config: JobConfig) -> LambdaFleet:
     settings = config.fleet
     if not isinstance(settings, LambdaFleetConfig):
         raise ConfigError(f"fleet.kind: expected lambda, got {settings.kind}")
-    lead_s = (config.provision.every_s or 30.0) + config.worker.drain_s
-    if settings.timeout_s < (needed_s := 2 * (lead_s + settings.start_s)):
-        raise ConfigError(
-            f"fleet.timeout_s: expected {needed_s:g} or more (twice the sum of fleet.start_s, provision.every_s and "
-            f"worker.drain_s), got {settings.timeout_s}: a successor would not be warm in time"
-        )
     client = aws_client("lambda", settings.region)
     check_function(client, config, settings)
     records = connect_redis(resolve(config))
     return LambdaFleet(
         client, Invocations(records, config.job, config.cluster), settings, cluster=config.cluster, job=config.job,
-        job_text=dump(config), lead_s=lead_s, close_records=records.close,
+        job_text=dump(config), lead_s=lead_s(config), close_records=records.close,
     )  # fmt: skip
 
 

@@ -79,9 +79,9 @@ def launch_error(what: str, error: Exception) -> LaunchError:
     return LaunchError(f"{what}: {error}{more}", failure=rule.failure, code=code)
 
 
-def unavailable(what: str, error: Exception) -> DollError:
+def unavailable(what: str, error: Exception, service: str = "EC2") -> DollError:
     """Return DOLL's error for a failed call that is not a launch: `ConfigError` or `ServiceUnavailableError`."""
     _, rule = rule_of(error)
     if rule.failure is LaunchFailure.CONFIG:
         return ConfigError(f"{what}: {error}: see docs/aws.md for the permissions that are needed")
-    return ServiceUnavailableError(f"EC2, {what}: {error}")
+    return ServiceUnavailableError(f"{service}, {what}: {error}")

@@ -13,7 +13,7 @@ from doll.config.loader import parse
 from doll.errors import ConfigError
 from doll.provisioner.billing import AWS_LAMBDA, bill
 from doll.provisioner.fleets.aws_lambda import account
-from doll.provisioner.fleets.aws_lambda.account import check_function
+from doll.provisioner.fleets.aws_lambda.account import ask_function, check_function
 from doll.provisioner.fleets.aws_lambda.fleet import MAX_EVENT_BYTES, LambdaFleet, connect
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchFailure, Order
 from doll.provisioner.instances import InstanceTracker
@@ -166,8 +166,19 @@ class Owner:
         self.function = {"State": "Active", "MemorySize": 1769, "Timeout": 900, **changes}
         self.concurrency: int | None = None
         self.image_bytes = 3 * 1024**3
+        self.denied: tuple[str, ...] = ()
+
+    def _refuse(self, action: str) -> None:
+        if action in self.denied:
+            answer = {"Error": {"Code": "AccessDeniedException", "Message": f"not authorized to perform: {action}"}}
+            raise ClientError(answer, action.partition(":")[2])
+
+    def invoke(self, *, InvocationType: str, **_: Any) -> Any:
+        assert InvocationType == "DryRun"
+        self._refuse("lambda:InvokeFunction")
 
     def get_function(self, FunctionName: str) -> Any:
+        self._refuse("lambda:GetFunction")
         if FunctionName != "doll":
             answer = {"Error": {"Code": "ResourceNotFoundException", "Message": f"Function not found: {FunctionName}"}}
             raise ClientError(answer, "GetFunction")
@@ -175,12 +186,15 @@ class Owner:
         return {"Configuration": self.function, "Code": {"ImageUri": image}}
 
     def get_function_concurrency(self, **_: Any) -> Any:
+        self._refuse("lambda:GetFunctionConcurrency")
         return {} if self.concurrency is None else {"ReservedConcurrentExecutions": self.concurrency}
 
     def get_account_settings(self) -> Any:
+        self._refuse("lambda:GetAccountSettings")
         return {"AccountLimit": {"UnreservedConcurrentExecutions": 10}}
 
     def describe_images(self, **_: Any) -> Any:
+        self._refuse("ecr:DescribeImages")
         return {"imageDetails": [{"imageSizeInBytes": self.image_bytes}]}
 
     def close(self) -> None:
@@ -230,6 +244,41 @@ def test_a_quota_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -
     check(owner, config(), monkeypatch)
 
 
+RIGHTS = ("lambda:GetFunction", "lambda:GetFunctionConcurrency", "lambda:GetAccountSettings", "lambda:InvokeFunction")
+
+
+@pytest.mark.parametrize("right", RIGHTS)
+def test_a_right_that_is_missing_is_named(right: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the provisioner, which stops, and by `doll doctor`, which goes on to what else it can ask."""
+    owner = Owner()
+    owner.denied = (right,)
+    assert f"AWS refuses {right}: allow it" in refusal(owner, config(), monkeypatch)
+    failed = [found for found in ask_function(config(), owner) if found.result == "failed"]
+    assert [right in found.detail for found in failed] == [True]
+
+
+def test_doctor_has_a_line_for_each_number_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(account, "aws_client", lambda *_: owner)
+    owner = Owner(MemorySize=512, Timeout=60, State="Failed")
+    owner.concurrency, owner.image_bytes = 2, 11 * 1024**3
+    found = ask_function(config(timeout_s=80))
+    assert all("\n" not in each.detail + each.todo for each in found)
+    assert [each.name for each in found if each.result == "failed"] == [
+        "fleet.timeout_s", "function doll", "function doll", "fleet.memory_mb", "fleet.timeout_s",
+        "the reserved concurrency of function doll",
+    ]  # fmt: skip
+    owner = Owner()
+    owner.denied = ("ecr:DescribeImages",)
+    assert {each.name: each.result for each in ask_function(config()) if each.result != "ok"} == {
+        "image doll:v1": "unknown"
+    }
+    owner.concurrency = 3
+    (warning,) = [each for each in ask_function(config()) if each.result == "warning"]
+    assert (warning.detail, warning.todo) == (
+        "3 for 2 workers: hand-overs wait for each other", "4 let all workers hand over at once",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("fleet", "words"),
     [
@@ -245,6 +294,17 @@ def test_limits_of_functions(fleet: dict[str, Any], words: str) -> None:
         LambdaFleetConfig(**{"kind": "lambda", "function": "doll", **fleet})
 
 
+def test_a_silence_that_is_found_late_is_billed_to_the_limit(rig: LambdaRig) -> None:
+    """While Redis is away, nobody renews a record, and the invocation costs on."""
+    made = rig.fleet.launch(ORDER)
+    rig.advance(30)
+    started_s = rig.clock()
+    rig.fall_silent(made.id)
+    rig.clock.advance(3600)
+    ended = only(rig, made.id)
+    assert (ended.end_reason, ended.ended_s) == (EndReason.LIMIT, started_s - 30 + LIMIT_S)
+
+
 def test_a_limit_too_short_for_a_hand_over_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"fleet\.timeout_s: expected 86 or more"):
-        connect(config(timeout_s=80))
+        connect(config(timeout_s=80, region="us-east-1"))
