@@ -107,17 +107,15 @@ def test_fleets_that_launch_machines_one_by_one_refuse_gangs(kind: str, tmp_path
 REMOTE = ("training.policy={name: wsp, wave_batches: 2}", "worker.pipeline={stages: 2, remote: true}")
 
 
-@pytest.mark.parametrize("fleet", [
-    "{kind: compose}",
-    "{kind: ray}",
-    "{kind: lambda, function: w}",
-    "{kind: ec2, launch_template: lt-1, launch_template_version: 1, subnets: [subnet-0123456789], instance_types: [c7g.large]}",
-])  # fmt: skip
+ON_EC2 = "launch_template: lt-1, launch_template_version: 1, subnets: [subnet-0123456789], instance_types: [c7g.large]"
+
+
+@pytest.mark.parametrize(
+    "fleet", ["{kind: compose}", "{kind: ray}", "{kind: lambda, function: w}", f"{{kind: ec2, {ON_EC2}}}"]
+)
 def test_only_kubernetes_launches_a_worker_with_its_stages(fleet: str) -> None:
     config = job(*REMOTE, f"fleet={fleet}")
-    with pytest.raises(
-        ConfigError, match=rf"fleet.kind: {config.fleet.kind} with worker.pipeline.remote: .*kubernetes"
-    ):
+    with pytest.raises(ConfigError, match=rf"fleet.kind: {config.fleet.kind} with worker.pipeline.remote: "):
         check_machines(config)
     check_machines(job(*REMOTE, f"fleet={fleet}", "plan.machines_per_worker=1"))  # stages are started by a person
 
