@@ -115,8 +115,11 @@ class KubernetesFleetConfig(FleetSection):
     pod_template: Path
     """YAML file of a v1 Pod: image, command, resources and secrets of a worker; DOLL adds names, labels, a restart
     policy, an `activeDeadlineSeconds` of one day and DOLL_WORKER, DOLL_INCARNATION, DOLL_INSTANCE and DOLL_MARKET"""
+    stage_template: Path | None = None
+    """YAML file of the pod of a stage, which runs `doll stage`, with `worker.pipeline.remote`; DOLL adds what it adds
+    to `pod_template`, and DOLL_STAGE, DOLL_LISTEN and DOLL_GANG"""
     container: str = "worker"
-    """name of the template's container that runs the worker"""
+    """name of the templates' container that runs the worker or the stage"""
     namespace: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = None
     """namespace of the pods; default: that of the kubeconfig's context, or of the pod in which the provisioner runs"""
     kubeconfig: Path | None = None

@@ -307,10 +307,12 @@ class JobConfig(Section):
 
     @property
     def machines_per_worker(self) -> int:
-        """k: the number of machines that a worker gets and loses together."""
+        """The number of machines that a worker gets and loses together: those of its stages, and one of its own if
+        these are on other machines."""
+        pipeline = self.worker.pipeline
         if self.plan.machines_per_worker is not None:
             return self.plan.machines_per_worker
-        return 1 if self.worker.pipeline is None else self.worker.pipeline.stages
+        return 1 if pipeline is None else pipeline.stages + pipeline.remote
 
     def topic(
         self, kind: Literal["samples", "events", "commands", "updates", "metrics", "dead", "join", "joins", "history"]

@@ -45,15 +45,28 @@ class Machines:
 
 
 def check_machines(config: JobConfig) -> None:
-    """Raise ConfigError if the job's fleet has no opener, or only launches single machines and a worker needs
-    several."""
-    if config.fleet.kind not in OPENERS:
-        raise ConfigError(f"fleet.kind: expected {' or '.join(OPENERS)}, got {config.fleet.kind}")
-    if (machines := config.machines_per_worker) > 1:
+    """Raise ConfigError if the job's fleet has no opener, or cannot launch the machines of a worker together."""
+    kind, machines, pipeline = config.fleet.kind, config.machines_per_worker, config.worker.pipeline
+    if kind not in OPENERS:
+        raise ConfigError(f"fleet.kind: expected {' or '.join(OPENERS)}, got {kind}")
+    if machines == 1:
+        return
+    if pipeline is None or not pipeline.remote:
         raise ConfigError(
-            f"plan.machines_per_worker: expected 1 with fleet.kind: {config.fleet.kind}, got {machines}: this fleet "
+            f"plan.machines_per_worker: expected 1 with fleet.kind: {kind}, got {machines}: this fleet "
             "launches machines one by one, and cannot keep those of a worker together; fleet.kind: processes can. "
             "Where all stages of a worker run on one machine of this fleet, set plan.machines_per_worker: 1"
+        )
+    if kind != "kubernetes":
+        raise ConfigError(
+            f"fleet.kind: {kind} with worker.pipeline.remote: this fleet launches machines one by one, and cannot keep "
+            "a worker and its stages together; fleet.kind: kubernetes can. If you start the stages yourself "
+            "(doll stage), set plan.machines_per_worker: 1"
+        )
+    if machines != pipeline.stages + 1:
+        raise ConfigError(
+            f"plan.machines_per_worker: expected {pipeline.stages + 1} with worker.pipeline.remote (the stages and "
+            f"their worker; 1: you start the stages yourself), got {machines}"
         )
 
 

@@ -9,7 +9,7 @@ from doll.errors import ServiceUnavailableError
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchFailure, Order
 from fleet_rigs import RIGS, Rig, end_clusters, refused
 
-SLOW_RIGS = {"kubernetes", "lambda", "ray"}  # they start in 4 s, 1 s and 15 s
+SLOW_RIGS = {"kubernetes", "kubernetes-gangs", "lambda", "ray"}  # they start in 4 s, 1 s and 15 s
 
 
 @pytest.fixture(

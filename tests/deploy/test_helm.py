@@ -14,9 +14,10 @@ import pytest
 import yaml
 from doll.config import KubernetesFleetConfig, load
 from doll.local.kafka_jars import CACHE_ENV
-from doll.provisioner.fleets.kubernetes import pods
-from doll.provisioner.fleets.kubernetes.fleet import pod_template
+from doll.provisioner.fleets.kubernetes import gangs, pods
+from doll.provisioner.fleets.kubernetes.fleet import pod_template, stage_template
 from doll.provisioner.fleets.port import Order
+from doll.provisioner.machines import check_machines
 from paths import ROOT
 from waiting import until
 
@@ -37,6 +38,10 @@ VALUES: Final[dict[str, Any]] = {
     "env": {"DOLL_KAFKA_CA": "/etc/doll/kafka/ca.crt"},
     "image": {"pullSecrets": ["registry", "mirror"]},
 }
+PIPELINE: Final = {
+    **VALUES["job"], "worker": {"pipeline": {"stages": 2, "remote": True}},
+    "training": {"policy": {"name": "wsp", "wave_batches": 2}},
+}  # fmt: skip
 JOIN: Final = {
     "features": {"topic": "shown"},
     "labels": [{"topic": "clicks", "name": "click"}],
@@ -111,6 +116,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube_cluster.K
         {"serve": {"enabled": True, "args": ["--split", "stable=95,latest=5"]}},
         {"provisioner": {"enabled": False}, "queue": {"name": "spot"}, "workers": {"queue": {"minWorkers": 1}}},
         {"job": {**VALUES["job"], "data": {"workers": 4, "join": JOIN}}},
+        {"job": PIPELINE},
     ],
 )
 def test_the_api_server_takes_it(tmp_path: Path, cluster: kube_cluster.KubeCluster, changes: dict[str, Any]) -> None:
@@ -133,6 +139,41 @@ def test_the_job_file_and_the_workers_pod_are_read(tmp_path: Path, cluster: kube
         pod = pods.manifest(Order(0, 1, market), template, fleet, config.cluster, config.job, "u1")  # type: ignore[arg-type]
         assert pod["spec"]["nodeSelector"] == {"karpenter.sh/capacity-type": value}
         cluster.call("POST", "/api/v1/namespaces/default/pods?dryRun=All&fieldValidation=Strict", pod)
+
+
+def test_a_pipeline_over_machines_has_a_pod_for_stages(tmp_path: Path, cluster: kube_cluster.KubeCluster) -> None:
+    gpus = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    queue = {"kueue.x-k8s.io/queue-name": "spot"}
+    claim = {"checkpoints": {"existingClaim": "shared"}}
+    documents = rendered(tmp_path, job=PIPELINE, stages=gpus, workers={"podLabels": queue}, **claim)
+    for name, text in named(documents, "ConfigMap")["digits-job"]["data"].items():
+        (tmp_path / name).write_text(text)
+    config = load(tmp_path / "job.yaml")
+    fleet = config.fleet
+    assert isinstance(fleet, KubernetesFleetConfig)
+    assert config.machines_per_worker == 3
+    check_machines(config)
+    of_stage = stage_template(config, fleet)
+    assert of_stage is not None
+    pod = pods.manifest(Order(0, 1, "spot", machines=3), of_stage, fleet, config.cluster, config.job, "u1")
+    gangs.add_to_gang(pod, "doll-digits-0-1-spot", 3, fleet.container, stage=1)
+    (container,) = pod["spec"]["containers"]
+    assert container["args"] == ["stage"]
+    assert container["resources"]["limits"] == {"memory": "2Gi", "nvidia.com/gpu": 1}
+    assert "checkpoints" not in [each["name"] for each in pod["spec"]["volumes"]], "a stage needs none"
+    assert pod["spec"]["serviceAccountName"] == "digits-worker"
+    assert pod["metadata"]["labels"].keys() >= {"kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-name"}
+    cluster.call("POST", "/api/v1/namespaces/default/pods?dryRun=All&fieldValidation=Strict", pod)
+    policy = named(documents, "NetworkPolicy")["digits-stage"]["spec"]
+    assert pod["metadata"]["labels"].items() >= policy["podSelector"]["matchLabels"].items()
+    sources = [each["podSelector"]["matchLabels"][COMPONENT] for each in policy["ingress"][0]["from"]]
+    assert sources == ["worker", "stage"]
+
+
+def test_nobody_would_launch_the_stages_without_the_provisioner(tmp_path: Path) -> None:
+    done = helm(tmp_path, job=PIPELINE, provisioner={"enabled": False})
+    assert done.returncode != 0
+    assert "job.worker.pipeline.remote: expected provisioner.enabled" in done.stderr
 
 
 def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:

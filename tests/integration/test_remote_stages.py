@@ -91,7 +91,7 @@ def test_gangs_outlive_stages_workers_and_servers(make_pipeline: MakePipeline) -
     assert np.mean(losses[-50:]) < np.mean(losses[:20])
 
 
-def test_places_and_the_secret_are_in_redis(services: Services, job_name: str) -> None:
+def test_places_and_the_secret_are_in_redis(services: Services, job_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with connect_redis(services) as client:
         places, others = StagePlaces(client, job_name), StagePlaces(client, f"{job_name}-2")
         secret = places.secret()
@@ -107,6 +107,12 @@ def test_places_and_the_secret_are_in_redis(services: Services, job_name: str) -
         assert places.find(0, 2) == [first, second]
         key = f"{key_prefix(job_name)}:stage:0:0"
         assert 0 < client.pttl(key) <= 3000
+        monkeypatch.setenv("DOLL_GANG", "doll-digits-0-2-spot")
+        of_gang = StagePlaces(client, job_name)
+        assert of_gang.secret() == secret
+        assert of_gang.find(0, 2) == [None, None], "these are the stages of the gang that is replaced"
+        of_gang.offer(0, 0, Address("10.0.0.9", 1))
+        assert (places.find(0, 2), of_gang.find(0, 1)) == ([first, second], [Address("10.0.0.9", 1)])
         for value in (b"garbage", b'{"host": 1, "port": 2}', b"\xff", b"[]"):
             client.set(key, value)
             assert places.find(0, 2) == [None, second]

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -553,6 +554,33 @@ class KubernetesRig(Rig):
         self.crash()
 
 
+class GangFleet(KubernetesFleet):
+    """A fleet whose orders are all of gangs: a worker and two stages."""
+
+    def launch(self, order: Order) -> Instance:
+        return super().launch(replace(order, machines=3))
+
+
+class GangRig(KubernetesRig):
+    """Gangs of pods. What happens to an instance happens to the pod of one of its stages."""
+
+    def make(self, cluster: str = "digits", job: str = "digits", **changes: Any) -> KubernetesFleet:
+        made = super().make(cluster, job, **changes)
+        return GangFleet(
+            made.api, cluster=cluster, job=job, template=made.template, stage_template=made.template,
+            settings=made.settings,
+        )  # fmt: skip
+
+    def fail_instance(self, id_: str) -> None:
+        super().fail_instance(f"{id_}-s0")
+
+    def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        super().interrupt(f"{id_}-s1", announced=announced)
+
+    def refuse_node(self, id_: str) -> None:
+        super().refuse_node(f"{id_}-s1")
+
+
 class RayWire(RayApi):
     """Calls that may go wrong: before Ray sees one of this name, or before its answer comes."""
 
@@ -886,10 +914,10 @@ def _cluster() -> kube_cluster.KubeCluster:
 
 
 @contextmanager
-def kubernetes() -> Iterator[Rig]:
+def kubernetes(make_rig: type[KubernetesRig] = KubernetesRig) -> Iterator[Rig]:
     if (reason := kube_cluster.unavailable_reason()) is not None:
         pytest.skip(reason)
-    rig = KubernetesRig(_cluster())
+    rig = make_rig(_cluster())
     yield rig
     rig.wire.close()
 
@@ -928,6 +956,7 @@ RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {
     "compose": compose,
     "processes": processes,
     "kubernetes": kubernetes,
+    "kubernetes-gangs": lambda: kubernetes(GangRig),
     "ray": ray_actors,
     "lambda": functions,
 }

@@ -44,6 +44,9 @@ class _KubernetesWorld:
         self._nodes = nodes
         self._drained: list[str] = []
 
+    def node_of(self, pod: str) -> str:
+        return self._nodes.of(pod)
+
     def add(self) -> None:
         self._nodes.add(f"node-{time.monotonic_ns()}", "spot")
 
@@ -79,20 +82,22 @@ class _RayWorld:
 
 
 @contextmanager
-def _on_kubernetes(
+def on_kubernetes(
     make_pipeline: MakePipeline, overrides: tuple[str, ...], folder: Path
-) -> Iterator[tuple[Any, World]]:
+) -> Iterator[tuple[Any, _KubernetesWorld]]:
     with kube_cluster.KubeCluster(folder / "cluster", controllers=True) as cluster:
-        template = folder / "pod.yaml"
-        fleet = f"{{kind: kubernetes, pod_template: {template}, kubeconfig: {cluster.kubeconfig}}}"
+        files = {role: folder / f"{role}.yaml" for role in ("worker", "stage")}
+        templates = f"pod_template: {files['worker']}, stage_template: {files['stage']}"
+        fleet = f"{{kind: kubernetes, {templates}, kubeconfig: {cluster.kubeconfig}}}"
         job = make_pipeline(*overrides, f"fleet={fleet}")
-        command = [sys.executable, "-m", "doll", "worker", "--job", str(job.job_path), "--run-folder", str(job.run)]
         room = {"requests": {"cpu": "3"}}  # most of a node
-        spec = {
-            "terminationGracePeriodSeconds": NOTICE_S,
-            "containers": [{"name": "worker", "image": "doll:local", "command": command, "resources": room}],
-        }
-        template.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Pod", "spec": spec}))
+        for role, file in files.items():
+            command = [sys.executable, "-m", "doll", role, "--job", str(job.job_path), "--run-folder", str(job.run)]
+            spec = {
+                "terminationGracePeriodSeconds": NOTICE_S,
+                "containers": [{"name": "worker", "image": "doll:local", "command": command, "resources": room}],
+            }
+            file.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Pod", "spec": spec}))
         env = {KAFKA_ENV: job.services.kafka, REDIS_ENV: job.services.redis}
         with Kubelets(cluster, folder, env) as nodes:
             yield job, _KubernetesWorld(nodes)
@@ -111,7 +116,7 @@ def _on_ray(make_pipeline: MakePipeline, overrides: tuple[str, ...], folder: Pat
 WORLDS: Final = [
     pytest.param(make, id=name, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
     for make, name, reason in (
-        (_on_kubernetes, "kubernetes", kube_cluster.unavailable_reason()),
+        (on_kubernetes, "kubernetes", kube_cluster.unavailable_reason()),
         (_on_ray, "ray", ray_cluster.unavailable_reason()),
     )
 ]

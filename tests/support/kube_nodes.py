@@ -151,7 +151,8 @@ class Kubelets(Nodes):
                 self.forget(name)
                 return
             (container,) = pod["spec"]["containers"]
-            env = {entry["name"]: entry["value"] for entry in container["env"]}
+            env = {entry["name"]: entry.get("value", "127.0.0.1") for entry in container["env"]}  # or the pod's address
+            env = {key: value.replace("$(DOLL_POD_IP)", "127.0.0.1") for key, value in env.items()}
             log = self._folder / f"{name}.log"
             self._processes[name] = processes.spawn(container["command"], log, {**self._env, **env})
             self._node[name] = node

@@ -59,6 +59,11 @@ def plan_pipeline(
 
     plan = plan_fleet(profile, fleet, network, memory, k=k, clock_distance=distance, in_flight=given.in_flight)
     notes = _notes(plan.best.in_flight if plan.best else None, getattr(policy, "wave_batches", None), network)
+    if section is not None and section.remote:
+        notes.append(
+            f"on Kubernetes doll provision launches each virtual worker as a gang of {k + 1} pods: the {k} stages, and "
+            "the worker itself, whose pod is not in these prices"
+        )
     if plot is not None and plan.best is not None:
         from doll_lab.pipelines.plots import save_allocation
 

@@ -13,7 +13,7 @@ from doll.errors import ConfigError
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
-from doll.provisioner.machines import open_machines
+from doll.provisioner.machines import check_machines, open_machines
 from doll.provisioner.planning.assessment import assess, report_text
 from doll.provisioner.planning.plan_request import plan_request
 from doll.provisioner.settings import controller_settings
@@ -57,6 +57,7 @@ def test_a_pipeline_has_a_machine_for_each_stage_unless_the_plan_says_otherwise(
     pipeline = ["training.policy={name: wsp, wave_batches: 2}", "worker.pipeline={stages: 3}"]
     assert job(*pipeline).machines_per_worker == 3
     assert job(*pipeline, "plan.machines_per_worker=1").machines_per_worker == 1
+    assert job(*pipeline, "worker.pipeline.remote=true").machines_per_worker == 4, "and one for the worker"
     with pytest.raises(ConfigError, match="machines_per_worker"):
         job("plan.machines_per_worker=0")
 
@@ -101,6 +102,29 @@ def test_fleets_that_launch_machines_one_by_one_refuse_gangs(kind: str, tmp_path
     config = job("plan.machines_per_worker=3", f"fleet={kind}")
     with pytest.raises(ConfigError, match=r"plan.machines_per_worker: expected 1 .*got 3.*processes"):
         open_machines(config, tmp_path)
+
+
+REMOTE = ("training.policy={name: wsp, wave_batches: 2}", "worker.pipeline={stages: 2, remote: true}")
+
+
+ON_EC2 = "launch_template: lt-1, launch_template_version: 1, subnets: [subnet-0123456789], instance_types: [c7g.large]"
+
+
+@pytest.mark.parametrize(
+    "fleet", ["{kind: compose}", "{kind: ray}", "{kind: lambda, function: w}", f"{{kind: ec2, {ON_EC2}}}"]
+)
+def test_only_kubernetes_launches_a_worker_with_its_stages(fleet: str) -> None:
+    config = job(*REMOTE, f"fleet={fleet}")
+    with pytest.raises(ConfigError, match=rf"fleet.kind: {config.fleet.kind} with worker.pipeline.remote: "):
+        check_machines(config)
+    check_machines(job(*REMOTE, f"fleet={fleet}", "plan.machines_per_worker=1"))  # stages are started by a person
+
+
+def test_a_gang_is_the_worker_and_all_stages() -> None:
+    fleet = "fleet={kind: kubernetes, pod_template: p.yaml, stage_template: s.yaml}"
+    check_machines(job(*REMOTE, fleet))
+    with pytest.raises(ConfigError, match=r"expected 3 with worker.pipeline.remote .*got 2"):
+        check_machines(job(*REMOTE, fleet, "plan.machines_per_worker=2"))
 
 
 # --- k machines cost k times as much as one

@@ -197,7 +197,6 @@ def test_the_model_is_the_sum_of_its_batches_while_shards_are_lost(policy: str) 
         world.threads.close()
         counts += world.counts + world.happened + world.store.counts
         assert not counts["parts that differ"] + counts["parts that cannot be read"], f"{policy!r}, seed {seed}"
-    import sys; print("COUNTS", policy, {k: counts[k] for k in ("updates","shards lost","lags","checkpoints","differential parts","back at once")}, file=sys.__stderr__, flush=True)
     assert min(counts["updates"], counts["shards lost"], counts["lags"]) > 0, counts
 
 

@@ -146,7 +146,7 @@ containers:
       - {name: job, mountPath: /job, readOnly: true}
       - {name: tmp, mountPath: /tmp}
       - {name: runs, mountPath: /var/lib/doll/runs}
-      {{- if and .root.Values.checkpoints.existingClaim (ne .role "worker") }}
+      {{- if and .root.Values.checkpoints.existingClaim (not (has .role (list "worker" "stage"))) }}
       - {name: checkpoints, mountPath: {{ .root.Values.checkpoints.mountPath }}}
       {{- end }}
       {{- range $folder, $secret := .root.Values.secretFiles }}
@@ -157,7 +157,7 @@ volumes:
     configMap: {name: {{ include "doll.name" (dict "root" .root "role" "job") }}}
   - {name: tmp, emptyDir: {}}
   - {name: runs, emptyDir: {}}
-  {{- if and .root.Values.checkpoints.existingClaim (ne .role "worker") }}
+  {{- if and .root.Values.checkpoints.existingClaim (not (has .role (list "worker" "stage"))) }}
   - {name: checkpoints, persistentVolumeClaim: {claimName: {{ .root.Values.checkpoints.existingClaim }}}}
   {{- end }}
   {{- range $folder, $secret := .root.Values.secretFiles }}

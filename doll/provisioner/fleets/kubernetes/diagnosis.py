@@ -11,7 +11,7 @@ from typing import Any, Final
 from doll.config import JobConfig, KubernetesFleetConfig
 from doll.errors import ConfigError
 from doll.provisioner.fleets.kubernetes import pods
-from doll.provisioner.fleets.kubernetes.fleet import ApiError, PodApi, connect_api
+from doll.provisioner.fleets.kubernetes.fleet import ApiError, PodApi, connect_api, stage_template
 from doll.provisioner.fleets.port import Order
 from doll.provisioner.planning.state import Market
 from doll.records.check import Check
@@ -73,6 +73,8 @@ def _findings(config: JobConfig, settings: KubernetesFleetConfig, api: PodApi, t
     markets: tuple[Market, ...] = ("spot", "on_demand")
     for market in markets:
         yield _admitted(config, settings, api, template, market)
+        if (of_stage := stage_template(config, settings)) is not None:
+            yield _admitted(config, settings, api, of_stage, market, "a stage's", "stage_template")
 
 
 def _may(api: PodApi, verb: str, resource: str, name: str = "") -> bool:
@@ -107,9 +109,10 @@ def _quotas(config: JobConfig, api: PodApi) -> Iterator[Check]:
             if hard is None or not (hard.isdecimal() and used.isdecimal()):
                 continue
             name, left = f"{_NAME}: quota {quota['metadata']['name']}", int(hard) - int(used)
-            if left < config.data.workers:
+            needed = config.data.workers * config.machines_per_worker
+            if left < needed:
                 yield Check(
-                    name, "warning", f"{left} of {hard} pods are left, the job has {config.data.workers} workers",
+                    name, "warning", f"{left} of {hard} pods are left, the job's workers have {needed}",
                     "raise the quota, set fewer workers, or another fleet.namespace",
                 )  # fmt: skip
             else:
@@ -135,15 +138,21 @@ def _nodes(api: PodApi, market: str, labels: Mapping[str, str]) -> Check:
 
 
 def _admitted(
-    config: JobConfig, settings: KubernetesFleetConfig, api: PodApi, template: pods.Pod, market: Market
+    config: JobConfig,
+    settings: KubernetesFleetConfig,
+    api: PodApi,
+    template: pods.Pod,
+    market: Market,
+    whose: str = "a worker's",
+    key: str = "pod_template",
 ) -> Check:
-    """Check whether the API server would admit a worker's pod: quota, limits, security and template."""
-    name = f"{_NAME}: a worker's pod, {market.replace('_', '-')}"
+    """Check whether the API server would admit a worker's or a stage's pod: quota, limits, security and template."""
+    name = f"{_NAME}: {whose} pod, {market.replace('_', '-')}"
     manifest = pods.manifest(Order(0, 1, market, run="doctor"), template, settings, config.cluster, config.job)
     container = next(each for each in manifest["spec"]["containers"] if each["name"] == settings.container)
     image = container.get("image", "")
     try:
         api.ask("POST", f"/api/v1/namespaces/{api.namespace}/pods", {"dryRun": "All"}, manifest)
     except ApiError as error:
-        return Check(name, "failed", error.message, "correct fleet.pod_template, the quota, or the namespace's policy")
+        return Check(name, "failed", error.message, f"correct fleet.{key}, the quota, or the namespace's policy")
     return Check(name, "ok", f"it would be admitted; whether nodes can pull {image} shows when the first one starts")

@@ -8,9 +8,10 @@ owner of the pods, the fleet also needs the right to get this ConfigMap.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,7 @@ from doll import telemetry
 from doll.config import JobConfig, KubernetesFleetConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.extras import lacking
-from doll.provisioner.fleets.kubernetes import pods
+from doll.provisioner.fleets.kubernetes import gangs, pods
 from doll.provisioner.fleets.orders import LaunchGate
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
@@ -152,7 +153,8 @@ class KubernetesFleet:
     """The pods in one namespace that have the labels of the cluster and of the job. Pods of another job are not
     touched. Pods of an earlier release have no job label, and count as pods of the job.
 
-    `template` is the worker's pod, see `pod_template`. `clock` returns Unix seconds of the API server's clock.
+    `template` is the worker's pod, see `pod_template`, and `stage_template` that of a stage, if workers are gangs.
+    `clock` returns Unix seconds of the API server's clock.
     """
 
     api: PodApi
@@ -161,6 +163,7 @@ class KubernetesFleet:
     job: str = ""
     template: pods.Pod
     settings: KubernetesFleetConfig
+    stage_template: pods.Pod | None = None
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
@@ -172,15 +175,18 @@ class KubernetesFleet:
         name = pods.name_of(order, self.cluster)
         try:
             pod = self._existing(name)
-            if pod is None:
+            if pod is not None:
+                members = self.api.list(f"{gangs.GANG}={name}") or [pod]
+            else:
                 self._gate.check(order, name)
-                pod = self._created(order, name)
+                members = self._created(order, name)
         except ApiError as error:
             raise LaunchError(
                 f"{name}: {error}", failure=_failure(error, order.market), code=str(error.status)
             ) from error
-        instance = self._instance(pod)
-        if instance is None or self._is_foreign(pod):
+        instance = self._instance(members)
+        if instance is None or any(self._is_foreign(each) for each in members):
+            self._undo(members)
             raise LaunchError(
                 f"{name}: a pod of this name is there, which is no worker of cluster {self.cluster}: delete it, or "
                 "choose another fleet.cluster",
@@ -190,19 +196,23 @@ class KubernetesFleet:
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """Return the instances. Pods that get no node, cannot start, or ended an hour ago are deleted."""
+        """Return the instances. Pods that get no node, cannot start, or ended an hour ago are deleted, and so are the
+        other pods of a gang when one of them has ended or was never created."""
         try:
             workers, now_s = self._workers(), self.clock()
             seen = {instance.id: instance for _, instance in workers} | self._given_back(workers, now_s)
+            for members, instance in workers:
+                if instance.machines > 1 and not seen[instance.id].is_alive:
+                    self._delete(pod for pod in members if _runs(pod))
             for id_, known in list(self._known.items()):
                 if id_ not in seen:
                     self._known[id_] = pods.vanished(known, now_s)
             self._known.update(seen)
+            listed = {instance.id: members for members, instance in workers}
             for id_, known in list(self._known.items()):
                 if known.ended_s is not None and now_s - known.ended_s > ENDED_KEPT_S:
                     del self._known[id_]
-                    if id_ in seen:
-                        self.api.delete(id_)
+                    self._delete(listed.get(id_, ()))
         except ApiError as error:
             raise _unusable(error) from error
         return list(self._known.values())
@@ -212,11 +222,11 @@ class KubernetesFleet:
         if not ids:
             return
         try:
-            for pod, instance in self._workers():
+            for members, instance in self._workers():
                 if instance.id not in ids or instance.state is InstanceState.ENDING:
                     continue
-                self.api.delete(instance.id)
-                if instance.is_alive and not pod["spec"].get("nodeName"):
+                self._delete(members)
+                if instance.is_alive and not any(pod["spec"].get("nodeName") for pod in members):
                     # Without a node it has cost nothing.
                     self._known[instance.id] = instance.ended(self.clock(), EndReason.TERMINATED)
                 elif instance.is_alive and instance.notice_s is None:  # it may disappear before the next listing
@@ -227,11 +237,18 @@ class KubernetesFleet:
     def close(self) -> None:
         self.api.close()
 
-    def _workers(self) -> list[tuple[pods.Pod, Instance]]:
-        """Return the job's pods, with the instances that they represent."""
-        listed = self.api.list(f"{pods.LABELS.cluster}={self.cluster}")
-        own = [(pod, self._instance(pod)) for pod in listed if not self._is_foreign(pod)]
-        return [(pod, instance) for pod, instance in own if instance is not None]
+    def _workers(self) -> list[tuple[list[pods.Pod], Instance]]:
+        """Return the job's instances, each with its pods."""
+        members: dict[str, list[pods.Pod]] = {}
+        for pod in self.api.list(f"{pods.LABELS.cluster}={self.cluster}"):
+            if not self._is_foreign(pod):
+                members.setdefault(gangs.gang_name(pod), []).append(pod)
+        own = [(each, self._instance(each)) for each in members.values()]
+        return [(each, instance) for each, instance in own if instance is not None]
+
+    def _delete(self, members: Iterable[pods.Pod]) -> None:
+        for pod in members:
+            self.api.delete(pod["metadata"]["name"])
 
     def _existing(self, name: str) -> pods.Pod | None:
         try:
@@ -241,21 +258,53 @@ class KubernetesFleet:
                 raise
             return None
 
-    def _created(self, order: Order, name: str) -> pods.Pod:
+    def _created(self, order: Order, name: str) -> list[pods.Pod]:
+        """Create the pods of an order: all or none. After an error that may pass, the same order completes the gang,
+        or `instances` deletes it."""
         if self.settings.owner is not None and not self._owner_uid:
             self._owner_uid = self.api.uid_of_config_map(self.settings.owner)
-        manifest = pods.manifest(order, self.template, self.settings, self.cluster, self.job, self._owner_uid)
+        made: list[pods.Pod] = []
         try:
-            pod = self.api.create(manifest)
+            for manifest in self._manifests(order, name):
+                made.append(self._create(manifest))
+        except ApiError as error:
+            if not error.may_pass:
+                self._undo(made)
+            raise
+        log.info("launched", id=name, worker=order.slot, incarnation=order.incarnation, market=order.market)
+        return made
+
+    def _undo(self, members: Iterable[pods.Pod]) -> None:
+        """Delete the pods of a gang that is not complete. What cannot be deleted now, `instances` deletes."""
+        with contextlib.suppress(ApiError):
+            self._delete(pod for pod in members if gangs.machines_of(pod) > 1 and not self._is_foreign(pod))
+
+    def _manifests(self, order: Order, name: str) -> list[dict[str, Any]]:
+        """Return the pods of an order, that of the worker last."""
+
+        def manifest(template: pods.Pod) -> dict[str, Any]:
+            return pods.manifest(order, template, self.settings, self.cluster, self.job, self._owner_uid)
+
+        if order.machines == 1:
+            return [manifest(self.template)]
+        assert self.stage_template is not None
+        made = [manifest(self.stage_template) for _ in range(order.machines - 1)]
+        for stage, pod in enumerate(made):
+            gangs.add_to_gang(pod, name, order.machines, self.settings.container, stage)
+        made.append(manifest(self.template))
+        gangs.add_to_gang(made[-1], name, order.machines, self.settings.container)
+        return made
+
+    def _create(self, manifest: Mapping[str, Any]) -> pods.Pod:
+        try:
+            return self.api.create(manifest)
         except ApiError as error:
             if error.status != 409 or "already exists" not in error.message:
                 raise
-            return self.api.read(name)  # another call of the same order was faster
-        log.info("launched", id=name, worker=order.slot, incarnation=order.incarnation, market=order.market)
-        return pod
+            return self.api.read(manifest["metadata"]["name"])  # another call of the same order was faster
 
-    def _given_back(self, workers: Sequence[tuple[pods.Pod, Instance]], now_s: float) -> dict[str, Instance]:
-        """Delete the pods that have waited too long for a node or for their start, and return them.
+    def _given_back(self, workers: Sequence[tuple[list[pods.Pod], Instance]], now_s: float) -> dict[str, Instance]:
+        """Delete the pods that have waited too long for a node or for their start, and return their instances.
 
         If a pod has no node, its market counts as without capacity. A pod that cannot start is deleted because it
         occupies a node, whose kubelet would try again without end. If no pod of the job runs, further pods would not
@@ -264,12 +313,13 @@ class KubernetesFleet:
         given, timeout_s = dict[str, Instance](), self.settings.node_timeout_s
         if any(instance.state is InstanceState.RUNNING for _, instance in workers):
             self._gate.started()
-        for pod, instance in workers:
+        for members, instance in workers:
             if not instance.is_alive:
                 continue
-            waits_s = now_s - (pods.unschedulable_since_s(pod) or now_s)
+            waiting = min(members, key=lambda pod: pods.unschedulable_since_s(pod) or now_s)
+            waits_s = now_s - (pods.unschedulable_since_s(waiting) or now_s)
             if waits_s >= timeout_s:
-                why = pods.why_it_waits(pod)
+                why = pods.why_it_waits(waiting)
                 self._gate.found_no_node(instance.market, why)
                 reason, event = EndReason.TERMINATED, "no_node"
             elif instance.trouble and now_s - (instance.costs_from_s or instance.launched_s) >= timeout_s:
@@ -277,21 +327,25 @@ class KubernetesFleet:
                 self._gate.start_failed(why)
             else:
                 continue
-            self.api.delete(instance.id)
+            self._delete(members)
             given[instance.id] = instance.ended(now_s, reason)
             log.warning(event, id=instance.id, market=instance.market, why=why)
         return given
 
-    def _instance(self, pod: pods.Pod) -> Instance | None:
+    def _instance(self, members: Sequence[pods.Pod]) -> Instance | None:
+        """Return the instance of a pod, or of the pods of a gang."""
+        now_s = self.clock()
         try:
-            instance = pods.instance_of(pod, self.clock())
+            name, machines = gangs.gang_name(members[0]), gangs.machines_of(members[0])
+            each = [instance for pod in members if (instance := pods.instance_of(pod, now_s)) is not None]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ApiError("read pods", 0, f"expected a pod, got one without {short(error)}") from error
-        if instance is None:
-            log.warning("invalid_worker_tags", id=pod["metadata"].get("name"), cluster=self.cluster)
-        elif (known := self._known.get(instance.id)) is not None and known.state is InstanceState.ENDED:
+        if len(each) < len(members):
+            log.warning("invalid_worker_tags", id=name, cluster=self.cluster)
+            return None
+        if (known := self._known.get(name)) is not None and known.state is InstanceState.ENDED:
             return known  # an ended pod does not change
-        return instance
+        return each[0] if machines == 1 else gangs.as_one(name, machines, each, known, now_s)
 
     def _is_foreign(self, pod: pods.Pod) -> bool:
         labels = pod["metadata"].get("labels", {})
@@ -303,7 +357,10 @@ def connect(config: JobConfig) -> KubernetesFleet:
     """Return the fleet of a job file. Raises ConfigError, see `connect_api`."""
     api, template = connect_api(config)
     assert isinstance(config.fleet, KubernetesFleetConfig)
-    return KubernetesFleet(api, cluster=config.cluster, job=config.job, template=template, settings=config.fleet)
+    return KubernetesFleet(
+        api, cluster=config.cluster, job=config.job, template=template, settings=config.fleet,
+        stage_template=stage_template(config, config.fleet),
+    )  # fmt: skip
 
 
 def connect_api(config: JobConfig) -> tuple[PodApi, pods.Pod]:
@@ -323,6 +380,7 @@ def connect_api(config: JobConfig) -> tuple[PodApi, pods.Pod]:
                 f"{key}: expected a name that ends in a letter or digit, as labels of Kubernetes do, got {name!r}"
             )
     template = pod_template(config.path(settings.pod_template), settings)
+    stage_template(config, settings)
     try:
         from kubernetes import client
         from kubernetes import config as access
@@ -347,29 +405,48 @@ def connect_api(config: JobConfig) -> tuple[PodApi, pods.Pod]:
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def pod_template(file: Path, settings: KubernetesFleetConfig) -> pods.Pod:
-    """Return the worker's pod in a YAML file. Raises ConfigError if the file does not exist, is not a pod, or has no
-    container `settings.container`."""
+def pod_template(file: Path, settings: KubernetesFleetConfig, key: str = "fleet.pod_template") -> pods.Pod:
+    """Return the pod in the YAML file that `key` names. Raises ConfigError if the file does not exist, is not a pod, or
+    has no container `settings.container`."""
     try:
         pod = yaml.safe_load(file.read_text(encoding="utf-8"))
         check_size(pod)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, MalformedError) as error:
-        raise ConfigError(f"fleet.pod_template: expected a pod in YAML, got {file}: {short(error)}") from error
+        raise ConfigError(f"{key}: expected a pod in YAML, got {file}: {short(error)}") from error
     kind = (pod.get("apiVersion"), pod.get("kind")) if isinstance(pod, dict) else type(pod).__name__
     if kind != ("v1", "Pod"):
-        raise ConfigError(f"fleet.pod_template: expected apiVersion v1, kind Pod in {file}, got {kind}")
+        raise ConfigError(f"{key}: expected apiVersion v1, kind Pod in {file}, got {kind}")
     try:
         names = [each["name"] for each in pod["spec"]["containers"]]
         if settings.container in names:
             pods.manifest(Order(0, 1, "spot"), pod, settings, "any")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"{type(error).__name__}: {short(error)}"
-        raise ConfigError(f"fleet.pod_template: expected a pod with containers in {file}: {why}") from error
+        raise ConfigError(f"{key}: expected a pod with containers in {file}: {why}") from error
     if settings.container not in names:
         raise ConfigError(
             f"fleet.container: expected a container of {file} ({', '.join(map(str, names))}), got {settings.container}"
         )
     return dict(pod)
+
+
+def stage_template(config: JobConfig, settings: KubernetesFleetConfig) -> pods.Pod | None:
+    """Return the pod of a stage; None if workers are no gangs. Raises ConfigError as `pod_template`, or if the job file
+    names none."""
+    if config.machines_per_worker == 1:
+        return None
+    if settings.stage_template is None:
+        raise ConfigError(
+            "fleet.stage_template: expected with worker.pipeline.remote the pod of a stage, which runs `doll stage`, "
+            "got none"
+        )
+    return pod_template(config.path(settings.stage_template), settings, "fleet.stage_template")
+
+
+def _runs(pod: pods.Pod) -> bool:
+    """Return whether a pod has neither ended nor been deleted."""
+    ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+    return not ended and not pod["metadata"].get("deletionTimestamp")
 
 
 def _failure(error: ApiError, market: Market) -> LaunchFailure:

@@ -2,73 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from doll.config import KubernetesFleetConfig
-from doll.provisioner.billing import LOCAL, bill
+from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.kubernetes import pods
-from doll.provisioner.fleets.kubernetes.fleet import ApiError, KubernetesFleet, PodApi
-from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchFailure, Order
+from doll.provisioner.fleets.kubernetes.fleet import KubernetesFleet, PodApi
+from doll.provisioner.fleets.port import EndReason, InstanceState, LaunchFailure, Order
 from doll.provisioner.prices.port import StatedPrices
-from fake_fleet import FakeFleet, VirtualClock
+from fake_fleet import FakeFleet
 from fleet_rigs import refused
 from job_world import JobWorld, settings
 from memory_state_store import MemoryStateStore
+from pod_server import TEMPLATE, Server, listed, usd
 
-TEMPLATE = {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [{"name": "worker", "image": "doll:nope"}]}}
 WAITING = {"reason": "ImagePullBackOff", "message": "Back-off pulling image doll:nope"}
-
-
-class Server:
-    """Pods by name; nobody schedules or runs them but the test."""
-
-    def __init__(self) -> None:
-        self.clock = VirtualClock()
-        self.pods: dict[str, Any] = {}
-        self.namespace = "default"
-
-    def create(self, manifest: Any) -> Any:
-        pod = copy.deepcopy(manifest)
-        pod["metadata"]["creationTimestamp"] = self.stamp()
-        pod["status"] = {"phase": "Pending"}
-        self.pods[pod["metadata"]["name"]] = pod
-        return pod
-
-    def read(self, name: str) -> Any:
-        if name not in self.pods:
-            raise ApiError("read", 404, "not found")
-        return self.pods[name]
-
-    def list(self, selector: str) -> list[Any]:
-        key, _, value = selector.partition("=")
-        return [pod for pod in self.pods.values() if pod["metadata"]["labels"].get(key) == value]
-
-    def delete(self, name: str) -> None:
-        """With a node, its kubelet ends it 30 s later."""
-        pod = self.pods[name]
-        if not pod["spec"].get("nodeName") or pod["status"]["phase"] == "Failed":
-            del self.pods[name]
-        else:
-            pod["metadata"].setdefault("deletionTimestamp", self.stamp(30))
-
-    def stamp(self, after_s: float = 0.0) -> str:
-        return datetime.fromtimestamp(self.clock() + after_s, UTC).isoformat()
-
-    def schedule(self, name: str, **status: Any) -> None:
-        scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": self.stamp()}
-        self.pods[name]["spec"]["nodeName"] = "n1"
-        self.pods[name]["status"] |= {"conditions": [scheduled], **status}
-
-    def refuse_node(self, name: str) -> None:
-        none = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes fit",
-                "lastTransitionTime": self.stamp()}  # fmt: skip
-        self.pods[name]["status"]["conditions"] = [none]
 
 
 @pytest.fixture
@@ -80,14 +32,6 @@ def fleet_of(server: Server, job: str = "clicks") -> KubernetesFleet:
     settings = KubernetesFleetConfig(kind="kubernetes", pod_template=Path("pod.yaml"))
     api = cast("PodApi", server)
     return KubernetesFleet(api, cluster="shared", job=job, template=TEMPLATE, settings=settings, clock=server.clock)
-
-
-def listed(fleet: KubernetesFleet) -> dict[str, Instance]:
-    return {instance.id: instance for instance in fleet.instances()}
-
-
-def usd(fleet: KubernetesFleet, now_s: float) -> float:
-    return bill(fleet.instances(), StatedPrices(3600.0, 3600.0).series, LOCAL, now_s).usd
 
 
 def stuck(server: Server, name: str) -> None:
