@@ -3,12 +3,14 @@
 The DOLL paper's convolutional network (1.2 million parameters) and a small character-level transformer (3.2 million),
 float32 and bf16. Both sides learn batches of the same records with the same model on the same device, an SGD step for
 every K batches; the bare loop has them decoded in memory, DOLL reads them from a real Kafka. Runs alternate, and the
-medians are compared. `--device cpu` shows that the code works where there is no GPU.
+medians are compared. `--device cpu` shows that the code works where there is no GPU. `--short` measures what a worker
+waits for in less than 4 minutes: the stages of an update, and one run of each of `--policies`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import sys
@@ -23,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from doll.config import JobConfig
+from doll.errors import ConfigError
+from doll.model.devices import resolve
 from doll.task.base import Sample, Task
 from examples.emnist.task import Emnist
 from torch import nn
@@ -99,16 +103,21 @@ def image_pool(count: int) -> list[bytes]:
     return image_records(count, seed=1)
 
 
+def decoded_pool(task: Task, model: str, size: int) -> list[tuple[npt.NDArray[Any], ...]]:
+    """Batches of `size` samples, decoded."""
+    values = image_pool(_POOL * size) if model == "cnn" else character_records(_POOL * size)
+    decoded = task.decode_block(memoryview(b"".join(values)), len(values[0]))
+    assert decoded is not None
+    return [tuple(part[at : at + size] for part in decoded) for at in range(0, len(values), size)]
+
+
 def bare_loop(out: str, model: str, device: str, precision: str, seconds: float, size: int) -> None:
     """Forward, backward, the sum of K batches, and a step: what the job learns, without everything around it."""
     task = MODELS[model][0]()
     torch.manual_seed(0)
     module = task.build_model().to(device).train()
     optimizer = torch.optim.SGD(module.parameters(), lr=_LR)
-    values = image_pool(_POOL * size) if model == "cnn" else character_records(_POOL * size)
-    decoded = task.decode_block(memoryview(b"".join(values)), len(values[0]))
-    assert decoded is not None
-    pool = [tuple(part[at : at + size] for part in decoded) for at in range(0, len(values), size)]
+    pool = decoded_pool(task, model, size)
 
     def group() -> float:
         optimizer.zero_grad()
@@ -132,13 +141,16 @@ def bare_loop(out: str, model: str, device: str, precision: str, seconds: float,
     Path(out).write_text(json.dumps(result), encoding="utf-8")
 
 
-def config_of(model: str, device: str, precision: str, workers: int, seconds: float, size: int) -> JobConfig:
+def config_of(
+    model: str, device: str, precision: str, workers: int, seconds: float, size: int, policy: str = "doll"
+) -> JobConfig:  # fmt: skip
     _, name, _, _ = MODELS[model]
     return job(
         f"gpu-{model}-{workers}", task=name,
         data={"workers": workers, "batch_size": size, "samples_per_record": min(size, 16)},
         training={
-            "policy": {"name": "doll", "group_size": GROUP_SIZE}, "optimizer": {"name": "sgd", "lr": _LR},
+            "policy": {"name": policy} | ({"group_size": GROUP_SIZE} if policy == "doll" else {}),
+            "optimizer": {"name": "sgd", "lr": _LR},
             "precision": precision,
         },
         worker={"device": device, "max_pending_batches": 64}, stop={"seconds": seconds + _WARM_S},
@@ -147,13 +159,24 @@ def config_of(model: str, device: str, precision: str, workers: int, seconds: fl
 
 
 def measure(
-    bench: Bench, model: str, device: str, precision: str, workers: int, seconds: float, size: int, most: int
+    bench: Bench, model: str, device: str, precision: str, workers: int, seconds: float, size: int, most: int,
+    policy: str = "doll",
 ) -> float:  # fmt: skip
     """Samples per second that a job learns."""
-    config = config_of(model, device, precision, workers, seconds, size)
+    config = config_of(model, device, precision, workers, seconds, size, policy)
     make = image_pool if model == "cnn" else character_records
     bench.fill(config, make, most)
     return bench.learn(config, warm_s=_WARM_S).samples_per_s
+
+
+def stages(out: str, model: str, device: str, precision: str, seconds: float, size: int, threads: int) -> None:
+    """The stages of an update, of a worker and a server in this process (`benchmarks.gpu_stages`)."""
+    from benchmarks.gpu_stages import profile
+
+    torch.set_num_threads(threads)
+    config = config_of(model, device, precision, 1, seconds, size)
+    result = profile(config, device, decoded_pool(MODELS[model][0](), model, size), seconds)
+    Path(out).write_text(json.dumps(result), encoding="utf-8")
 
 
 def bare(bench: Bench, model: str, device: str, precision: str, seconds: float, size: int) -> float:
@@ -163,11 +186,22 @@ def bare(bench: Bench, model: str, device: str, precision: str, seconds: float, 
     return float(result["samples"] / (result["last_s"] - result["first_s"]))
 
 
+def stages_of(
+    bench: Bench, model: str, device: str, precision: str, seconds: float, size: int
+) -> dict[str, Any]:  # fmt: skip
+    out, threads = bench.out("stages"), config_of(model, device, precision, 1, seconds, size).worker.torch_threads
+    bench.run_roles([("stages", "benchmarks.gpu:stages", [out, model, device, precision, seconds, size, threads])])
+    result: dict[str, Any] = json.loads(Path(out).read_text(encoding="utf-8"))
+    return result
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cpu, cuda, cuda:N or mps; default cuda")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--precisions", nargs="+", default=["float32", "bf16"], choices=["float32", "bf16"])
+    parser.add_argument("--policies", nargs="+", default=["doll"], choices=["doll", "essp", "diloco"])
+    parser.add_argument("--short", action="store_true", help="one run in float32 with 1 worker, and the stages")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--runs", type=int, default=3, help="of each side; default 3")
     parser.add_argument("--seconds", type=float, default=6.0, help="that a run is measured; default 6")
@@ -175,8 +209,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=3600.0, help="no further run is begun after this time")
     parser.add_argument("--fill-rate", type=float, default=150_000.0, help="samples per second to have ready")
     args = parser.parse_args(argv)
+    if args.short:
+        args.runs, args.precisions, args.workers = 1, ["float32"], [1]
+        args.policies, args.budget_s = ["doll", "essp", "diloco"], 120.0
     begun_s = time.monotonic()
-    device = "cuda:0" if args.device == "cuda" else args.device
+    try:
+        device = resolve(args.device, 0)
+    except ConfigError as exc:
+        print(f"nothing was measured: {exc}", file=sys.stderr)
+        return 2
     name = platform.processor() or platform.machine()
     rows: list[dict[str, Any]] = []
     with Bench(lambda line: print(line, file=sys.stderr)) as bench:
@@ -190,9 +231,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     most = round(rate * (args.seconds + _WARM_S)) // size * size
                     row: dict[str, Any] = {"run": run, "model": model, "precision": precision}
                     row["bare"] = bare(bench, model, device, precision, args.seconds, size)
-                    for workers in args.workers:
-                        row[f"doll-{workers}"] = measure(
-                            bench, model, device, precision, workers, args.seconds, size, most // workers
+                    if args.short:
+                        row["stages"] = stages_of(bench, model, device, precision, args.seconds, size)
+                        print(json.dumps(row["stages"]), flush=True)
+                    for policy, workers in itertools.product(args.policies, args.workers):
+                        row[f"{policy}-{workers}"] = measure(
+                            bench, model, device, precision, workers, args.seconds, size, most // workers, policy
                         )
                     rows.append(row)
                     print(json.dumps(row), flush=True)
@@ -203,11 +247,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not mine:
                 continue
             line = {"model": model, "precision": precision, "runs": len(mine)}
-            line |= {key: median(row[key] for row in mine) for key in mine[0] if key.startswith(("bare", "doll"))}
-            line |= {
-                f"doll-{workers} / bare": median(row[f"doll-{workers}"] / row["bare"] for row in mine)
-                for workers in args.workers
-            }
+            jobs = [f"{policy}-{workers}" for policy, workers in itertools.product(args.policies, args.workers)]
+            line |= {key: median(row[key] for row in mine) for key in ("bare", *jobs)}
+            line |= {f"{key} / bare": median(row[key] / row["bare"] for row in mine) for key in jobs}
             table.append(line)
             print(json.dumps(line), flush=True)
     if device != "cpu":

@@ -113,6 +113,7 @@ class FlatModel:
             raw = self.flat[begin:].view(torch.uint8)[: tensor.numel() * tensor.element_size()]
             _move(tensor, raw.view(tensor.dtype).view(tensor.shape))
         self.host = self.flat.detach()
+        self._copy: torch.Tensor | None = None  # see `to_host`; allocated at its first call
         if device != "cpu":
             self.host = torch.empty(len(self.flat), pin_memory=device.startswith("cuda")).copy_(self.host)
         self._owners = [(path, owner, dict(owner._buffers)) for path, owner in module.named_modules()]
@@ -134,6 +135,15 @@ class FlatModel:
         copy: npt.NDArray[np.float32] = self._zeros(len(values)).numpy()
         copy[:] = values
         return copy
+
+    def to_host(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return `vector`, as long as `flat`, in this machine's memory. If the model is on another device, this is a
+        copy, valid until the next call: its memory is page-locked, so that CUDA copies into it directly."""
+        if self.device == "cpu":
+            return vector
+        if self._copy is None:
+            self._copy = torch.empty(len(self.flat), pin_memory=self.device.startswith("cuda"))
+        return self._copy.copy_(vector)
 
     def load_weights(self, weights: npt.NDArray[np.float32]) -> None:
         """Copy `weights`, float32, shape (numel,), into `host`. Raises ValueError if they have another shape."""

@@ -95,11 +95,13 @@ class Gradient(NamedTuple):
     buffer_change: float = 0.0  # norm of the change of the float buffers; infinite as above
     rows: Mapping[str, Rows] = {}  # rows of the tables that were used, by name; their memory is not overwritten
     absent: int = 0  # parameters that no sample has used, see `FlatModel.absent`
+    to_host: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu  # see `FlatModel.to_host`
 
     @property
     def values(self) -> npt.NDArray[np.float32]:
-        """The gradient `vector` in the memory of the CPU: a view if `vector` is there already, otherwise a copy."""
-        array: npt.NDArray[np.float32] = self.vector.cpu().numpy()
+        """The gradient `vector` in the memory of the CPU: a view if `vector` is there already, otherwise a copy, valid
+        until the next copy of a gradient."""
+        array: npt.NDArray[np.float32] = self.to_host(self.vector).numpy()
         return array
 
     @property
@@ -192,7 +194,9 @@ class GradientComputer:
             buffer_change = length(flat[floats] - buffers[: model.num_buffers]) if model.num_buffers else 0.0
             torch.mul(flat[floats], inputs.total_weight, out=vector[floats])
             vector[model.num_floats :] = flat[model.num_floats :]
-            return Gradient(vector, loss.value, metrics, inputs.total_weight, norm, buffer_change, rows, absent)
+            return Gradient(
+                vector, loss.value, metrics, inputs.total_weight, norm, buffer_change, rows, absent, model.to_host
+            )
 
     def loss(self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None) -> float:
         """Return the mean loss over the samples, computed so that samples do not influence each other."""
@@ -224,7 +228,8 @@ class GradientComputer:
     def _pass(self) -> Iterator[torch.Tensor]:
         """Yield a copy of the buffers. At the end of the context, undo the forward passes in it."""
         if self._is_behind and self._model.device != "cpu":
-            self._model.flat.detach().copy_(self._model.host)
+            # The pass waits for this copy on the device. It ends after its loss was read, so after the copy.
+            self._model.flat.detach().copy_(self._model.host, non_blocking=True)
         self._is_behind = False
         buffers = self._model.flat.detach()[self._model.num_parameters :].clone()
         try:
@@ -259,10 +264,11 @@ class GradientComputer:
 
     def kept(self, gradient: Gradient) -> Gradient:
         """Return `gradient` with a copy of its values, because the next gradient overwrites the model's memory."""
-        return gradient._replace(vector=torch.from_numpy(self._model.copied(gradient.values)))
+        kept = torch.from_numpy(self._model.copied(gradient.values))
+        return gradient._replace(vector=kept, to_host=torch.Tensor.cpu)
 
     def new_sum(self) -> GradientSum:
-        return GradientSum(self._model.num_parameters, self._model.num_floats)
+        return GradientSum(self._model.num_parameters, self._model.num_floats, self._model.to_host)
 
     @property
     def num_buffers(self) -> int:
@@ -310,9 +316,12 @@ class GradientSum:
     A single gradient is not copied. Buffers that are not floats have the values of the last gradient. Not thread-safe.
     """
 
-    def __init__(self, num_parameters: int, num_floats: int) -> None:
+    def __init__(
+        self, num_parameters: int, num_floats: int, to_host: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu
+    ) -> None:
         """Create a sum. `num_floats` is the number of parameters and float buffers. The values after these are buffers
-        that are not floats."""
+        that are not floats. `to_host`: see `FlatModel.to_host`."""
+        self._to_host = to_host
         self._num_parameters = num_parameters
         self._num_floats = num_floats
         self._memory: torch.Tensor | None = None  # the sum; allocated when a set has two gradients
@@ -384,11 +393,11 @@ class GradientSum:
 
     def values(self) -> npt.NDArray[np.float32] | None:
         """Return the sum on the CPU. The result is the memory of this object or of a single gradient if that memory is
-        on the CPU, otherwise a copy."""
+        on the CPU, otherwise a copy, valid until the next copy of a gradient."""
         if self._is_kept:
             self.keep()
         vector = self._memory if self._is_kept else self._last
-        return None if vector is None else vector.cpu().numpy()
+        return None if vector is None else self._to_host(vector).numpy()
 
     def rows(self) -> Mapping[str, Rows]:
         return {name: add_in_order(pieces) for name, pieces in self._rows.items()}

@@ -173,15 +173,15 @@ class StepModel:
         num_live = 1 if self._grant is None else self._grant.num_live
         share = 1.0 if self._optimizer is None else self._policy.share(num_live)
         rows = self._step_rows(gradient.rows, scale, batch, share)
-        n, weights = self._model.num_parameters, self._computer.weights
+        n, weights, values = self._model.num_parameters, self._computer.weights, gradient.values
         step = np.empty_like(weights)
         step[:n] = weights[:n]
-        step[n:] = gradient.values[n:]
+        step[n:] = values[n:]
         if self._optimizer is None:
-            weights[:n] += gradient.values[:n]
+            weights[:n] += values[:n]
         else:
             self._optimizer.go_to(self._version)
-            self._optimizer.apply([gradient.values], scale, gradient.weight, absent=gradient.absent)
+            self._optimizer.apply([values], scale, gradient.weight, absent=gradient.absent)
         np.subtract(weights[:n], step[:n], out=step[:n])
         self._kept.append(_Step(batch, step, rows, grant_id_of(self._grant, batch), gradient.absent, share))
         return True

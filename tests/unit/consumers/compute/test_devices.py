@@ -7,6 +7,7 @@ GPU, the same tests run on it.
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from doll.consumers.compute.gradient import ForwardPasses, Gradient, GradientCom
 from doll.errors import ConfigError
 from doll.model.devices import resolve
 from doll.model.flat_model import FlatModel
+from doll.model.random_numbers import draw_from
 from doll.optim.recipe import make_optimizer
 from doll.tables.embedding_tables import EmbeddingTables
 from doll.task.base import Sample, Task
@@ -107,6 +109,35 @@ def test_a_sum_is_made_on_the_device_also_of_a_gradient_that_the_guard_has_kept(
         return values
 
     assert_alike(device, total(device), total("cpu"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_copied_to_the_machines_memory_into_the_same_place(device: str) -> None:
+    model, computer = on(device, normed())
+    _, here = on("cpu", normed())
+    first = computer.compute(*data(8, 0)).values
+    kept = computer.kept(computer.compute(*data(8, 1)))
+    second = computer.compute(*data(8, 2)).values
+    assert second.ctypes.data == first.ctypes.data  # memory that is page-locked where the device is a GPU
+    assert model.to_host(model.grad).is_pinned() == device.startswith("cuda")
+    assert_alike(device, second, here.compute(*data(8, 2)).values)
+    assert_alike(device, kept.values, here.compute(*data(8, 1)).values)
+
+
+@pytest.mark.parametrize("device", ["cpu", *DEVICES])
+def test_the_seed_of_a_batch_decides_what_the_device_draws(device: str) -> None:
+    def drawn() -> list[float]:
+        there, here = torch.rand(3, device=device), torch.rand(3)
+        return [*there.tolist(), *here.tolist(), np.random.rand(), random.random()]
+
+    draw_from(1 << 62, device)
+    first = drawn()
+    draw_from(1 << 62, device)
+    assert drawn() == first
+    draw_from(3, device)
+    assert all(now != before for now, before in zip(drawn(), first, strict=True))
+    torch.manual_seed(1 << 62)  # which seeds all devices, and takes a hundred times as long
+    assert torch.rand(3, device=device).tolist() == first[:3]
 
 
 @pytest.mark.parametrize("device", DEVICES)
