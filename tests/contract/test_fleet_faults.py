@@ -96,7 +96,7 @@ class Provisioner:
         )
         assert set(now) == set(by_id)
         for id_, instance in by_id.items():
-            more_usd = USD_PER_H[instance.market] if instance.ended_s is None else 0.0
+            more_usd = USD_PER_H[instance.market] * instance.machines if instance.ended_s is None else 0.0
             assert later[id_] - now[id_] == pytest.approx(more_usd, abs=1e-6)
 
     # --- faults
