@@ -52,7 +52,8 @@ class Traffic:
 def policy_traffic(
     policy: PolicyConfig, *, model_bytes: float, batch_size: float, num_workers: int, record_bytes: float = 0.0
 ) -> Traffic:
-    """Return the traffic under a policy, at most: a worker reads the weights and sends a contribution once per push.
+    """Return the traffic of a worker that reads the weights and sends a contribution once per push. Not counted: the
+    further versions that `essp` sends, and rows of tables.
 
     >>> from doll.config.policy import POLICIES
     >>> diloco = POLICIES.validate({"name": "diloco", "local_batches": 100})

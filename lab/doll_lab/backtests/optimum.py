@@ -59,7 +59,8 @@ def slot_costs(up: Bools, usd: Floats, on_demand_usd: float, start_usd: Floats, 
                 np.minimum(after[boot - 1], fresh + price, out=after[boot - 1])
             after[:, ~can] = np.inf
         off, state = idle, following
-    return np.minimum(off, state.min(axis=(0, 1)))
+    lowest: Floats = np.minimum(off, state.min(axis=(0, 1)))
+    return lowest
 
 
 def fleet_cost(costs: Floats, work: int) -> float:

@@ -139,7 +139,7 @@ def _of_regions(
     settings: BacktestSettings, count: int, egress: float | None, model_mb: float | None, policy: str
 ) -> RegionSettings:
     """Return the settings of the regions, with the traffic of a policy. Raises BadParameter for an unknown policy."""
-    from doll.config.policy import POLICIES
+    from doll.config.policy import POLICIES, policy_section
     from doll.provisioner.planning.regions import policy_traffic
 
     from doll_lab.backtests.optimum import boot_ticks
@@ -149,7 +149,7 @@ def _of_regions(
     if policy not in POLICIES.names():
         raise typer.BadParameter(f"--policy: expected one of {', '.join(POLICIES.names())}, got {policy!r}")
     traffic = policy_traffic(
-        POLICIES.validate({"name": policy}), model_bytes=1e6 * (model_mb or 0.0), batch_size=_BATCH_SIZE,
+        policy_section(policy)(name=policy), model_bytes=1e6 * (model_mb or 0.0), batch_size=_BATCH_SIZE,
         num_workers=len(settings.rates_per_s),
     )  # fmt: skip
     return RegionSettings(count, options.EGRESS_USD_PER_GB if egress is None else egress, traffic)

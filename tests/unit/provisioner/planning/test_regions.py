@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 from doll.cli.app import app
-from doll.config.policy import POLICIES
+from doll.config.policy import policy_section
 from doll.provisioner.planning.regions import (
     NOWHERE,
     LifetimeEstimator,
@@ -48,13 +48,13 @@ def state(at_h: float = 1.0, done_h: float = 0.9, *, on_spot: bool = True, up: b
 
 
 def test_a_policy_that_sends_rarely_costs_little_away_from_home() -> None:
-    def back(**policy: object) -> float:
-        section = POLICIES.validate(policy)
+    def back(name: str, **keys: float) -> float:
+        section = policy_section(name).model_validate({"name": name, **keys})
         return policy_traffic(section, model_bytes=4e6, batch_size=100, num_workers=8, record_bytes=50).back_bytes
 
-    assert back(name="doll") == pytest.approx(40_000)
-    assert back(name="diloco", local_batches=100) == pytest.approx(400)
-    assert back(name="diloco", local_batches=100, density=0.1) < 400
+    assert back("doll") == pytest.approx(40_000)
+    assert back("diloco", local_batches=100) == pytest.approx(400)
+    assert back("diloco", local_batches=100, density=0.1) < 400
 
 
 def test_traffic_is_billed_where_it_leaves_a_region() -> None:
