@@ -125,8 +125,8 @@ def _line(row: Mapping[str, Any]) -> ReportLine:
     if column := row.get(TAGS):  # a column of CUR 2.0 with all tags
         columns = column if isinstance(column, dict) else json_object(column)
         tags |= {column_name(name).removeprefix("user_"): str(value) for name, value in columns.items() if value}
-    texts = (str(row.get(name) or "") for name in (RESOURCE, USAGE, KIND, PRODUCT))
-    return ReportLine(start_s, end_s, usd, *texts, tags=tags)
+    resource, usage, kind, product = (str(row.get(name) or "") for name in (RESOURCE, USAGE, KIND, PRODUCT))
+    return ReportLine(start_s, end_s, usd, resource, usage, kind, product, tags)
 
 
 def _unix_s(value: Any) -> float:

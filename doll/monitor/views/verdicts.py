@@ -114,6 +114,8 @@ def _refused(state: PageState) -> int:
 def pause(state: PageState) -> str:
     """Return the time without an update, and the reason, if this time is long for the job; otherwise ""."""
     snapshot = state.snapshot
+    if state.is_live and state.decisions.newest.get("phase") == "paused":
+        return "the job pauses (provision.pause)"
     idle_s, per_s = state.now_s - state.history.last_time_s, snapshot.rate_measured
     usual_s = _PAUSE_UPDATES / per_s if known(per_s) and per_s > 0 else 0.0
     if not (state.is_live and snapshot.version and idle_s > max(_PAUSE_S, usual_s)):

@@ -74,7 +74,7 @@ def sample(
 
 def _hours_before(pool: Pool, start_s: float) -> Floats:
     hours = min(MAX_HOURS, int((start_s - pool.start_s) // 3600.0))
-    return pool.price.at(start_s - 3600.0 * np.arange(hours, 0, -1))
+    return pool.price.at(np.asarray(start_s - 3600.0 * np.arange(hours, 0, -1), dtype=np.float64))
 
 
 def clairvoyant_usd(windows: Windows, *, rates_per_s: Sequence[float], samples: float, deadline_s: float) -> Floats:

@@ -53,13 +53,13 @@ def test_an_example_is_planned_without_prices_by_hand() -> None:
     assert code == 0
     assert "c7g.large in us-east-1, prices of early 2026 from the table that ships with DOLL" in out
     assert re.search(r"Kafka on three machines +0\.0094 USD +0\.17 USD/h, table", out)
-    assert re.search(r"together +0\.45 USD/h +[\d.]+ USD; with the workers [\d.]+ USD", out)
+    assert re.search(r"sum +[\d.]+ USD, without egress and storage", out)
     code, content = run_json("plan", "digits", "--instance", "c7g.large", "--region", "eu-west-1", "--stack", "msk")
     assert code == 0
     assert content["worker_prices"] == {"spot_usd_per_h": 0.0407, "on_demand_usd_per_h": 0.0775}
     assert content["stack"]["kind"] == "msk"  # type: ignore[index]
-    assert "Beside the workers" not in run("plan", "digits", "--stack", "none")[1]
-    assert "Beside the workers" not in run("plan", "market")[1], "nothing of a replayed market runs on AWS"
+    assert "Costs for" not in run("plan", "digits", "--stack", "none")[1]
+    assert "Costs for" not in run("plan", "market")[1], "nothing of a replayed market runs on AWS"
 
 
 def test_a_machine_without_a_price_and_prices_from_two_places_are_refused() -> None:
