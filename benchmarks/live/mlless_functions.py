@@ -45,14 +45,16 @@ SETTINGS: Final = {
     "jobs": "PMF,LR",
     "arms": ",".join(ARMS),  # MLLess's machines run PyTorch's all-reduce: a sparse one, where it is available
     "workers": "6",
-    "min_workers": "1",  # which the tuner leaves
+    "min_workers": "2",  # which the tuner leaves
+    "contributions": "mean",  # of the workers' steps: fewer workers make a step of the same length from fewer samples
+    "knee_slope": "-6e-4",  # per update, relative: the default of `provision.scale_in`
     "every_s": "3",  # between two decisions of the tuner; MLLess's T is 20 in jobs several times as long
     "machine_usd_per_h": "0.03625",  # of a worker's machine: half of a c7g.large, on-demand, early 2026
-    "pmf_batch_size": "2048",  # ratings
-    "pmf_lr": "160",  # of the mean gradient of all workers
+    "pmf_batch_size": "6272",  # ratings: MLLess's 6 K, and a whole number of records
+    "pmf_lr": "160",  # of the mean gradient of all workers: no more with the noise of two
     "pmf_loss": "0.765",  # held out
     "lr_batch_size": "1024",  # clicks
-    "lr_lr": "0.1",
+    "lr_lr": "0.2",
     "lr_loss": "0.4965",
 }
 SEEDS: Final = (0, 1, 2)
@@ -62,6 +64,7 @@ MACHINE_BAR: Final = 1.0
 _LIMIT_S: Final = 900
 _START_S: Final = 300.0  # of all workers, on a busy machine
 _END_S: Final = 120.0
+_MOST_SAMPLES: Final = 40_000_000  # of the all-reduce, which counts no updates
 _RATE_PER_S: Final = 40_000  # of each worker's stream: more than it takes
 
 
@@ -180,7 +183,8 @@ def changes_of(job: str, options: Options) -> tuple[Learned, list[str]]:
     most = 20 if options.quick else 20_000
     return module.LEARNED, [
         *mlless_filter.changes_of(module.LEARNED, given, "dense"), f"data.workers={asked['workers']}",
-        "training.policy={name: isp, contributions: mean, significance: 0.7}", "blobs.kind=redis",
+        f"training.policy={{name: isp, contributions: {asked['contributions']}, significance: 0.7}}",
+        "blobs.kind=redis",
         f"stop={{loss: {asked[f'{key}_loss']}, updates: {most}}}", "worker.drain_s=4",
     ]  # fmt: skip
 
@@ -195,12 +199,12 @@ def run_one(job: str, arm: str, seed: int, folder: Path, options: Options) -> Ro
 
         tuner = (
             f"{{enabled: {arm == TUNED}, every_s: {asked['every_s']}, horizon_s: {asked['every_s']}, "
-            f"min_workers: {asked['min_workers']}}}"
+            f"min_workers: {asked['min_workers']}, knee_slope: {asked['knee_slope']}}}"
         )
         changes += [
             f"fleet={{kind: lambda, function: {FUNCTION}, region: us-east-1, timeout_s: {_LIMIT_S}, start_s: 60, "
             f"folder: {learned.job.parent}}}",
-            "plan={deadline_s: 6000, boot_s: 60}", f"provision={{every_s: 1, scale_in: {tuner}}}",
+            "plan={deadline_s: 100000, boot_s: 60}", f"provision={{every_s: 1, scale_in: {tuner}}}",
         ]  # fmt: skip
     hook = Clocked() if arm == MACHINES else FunctionWorkers()
     folder.mkdir(parents=True)
@@ -233,7 +237,7 @@ def run_all_reduce(job: str, seed: int, options: Options) -> Row:
     learned, changes = changes_of(job, options)
     workers, loss = int(asked["workers"]), float(asked[f"{job.lower()}_loss"])
     report = sparse_allreduce.measure(
-        learned.job, [*changes, "task.args.sparse=true", f"seed={seed}"],
+        learned.job, [*changes, "task.args.sparse=true", f"seed={seed}", f"stop.samples={_MOST_SAMPLES}"],
         lr=float(asked[f"{job.lower()}_lr"]) / workers, mbit_per_s=0,
     )  # fmt: skip
     time_s, best = report["training_seconds"], float(report["best_loss"])
@@ -268,10 +272,13 @@ def run(folder: Path, options: Options) -> Report:
         f"± is the standard deviation of {count} runs" if count > 1 else "one run each",
         claims=claims(rows),
         notes=[
-            f"{asked['workers']} workers at first, isp with v = 0.7, the mean of the workers' steps, a decision every "
-            f"{asked['every_s']} s. The others take over the stream of a worker that leaves. Functions have 1769 MB "
-            "and are billed by the fleet, machines by EC2's rule (a minute at least) at "
+            f"{asked['workers']} workers at first, isp with v = 0.7, the {asked['contributions']} of the workers' "
+            f"steps, a decision every {asked['every_s']} s. The others take over the stream of a worker that leaves. "
+            "Functions have 1769 MB and are billed by the fleet, machines by EC2's rule (a minute at least) at "
             f"{asked['machine_usd_per_h']} USD per hour and worker.{missing}",
+            "Two things favor the tuner here: the step size is one that the last workers bear, so the samples of many "
+            "workers are not used up, as in MLLess; and on few cores a round of many workers takes longer. With "
+            "contributions=sum the step is shorter with fewer workers.",
             "Time and cost count from the first update; the last columns have them from the first launch. On this "
             "machine all functions load torch at once on the same cores.",
         ],

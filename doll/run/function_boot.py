@@ -1,4 +1,4 @@
-"""What a function fetches before its first invocation: passwords, and certificates of a stack's own authorities.
+"""The passwords and certificates that a function fetches before its first invocation.
 
 Hosts of the stack (deploy/terraform) have scripts for this. An environment variable of a function can be read by
 whoever may describe the function, so these variables only name secrets and files.

@@ -585,7 +585,7 @@ class LambdaOwner(Owner):
             record.update(ended_s=machine.ended_s, cause=causes.get(reason, "asked"))
 
     def take(self, id_: str) -> None:
-        """Its environment is gone, without a word."""
+        """Its environment is gone, and nothing writes its end."""
         self._by_now()
         Owner.has_ended(self, id_, EndReason.FAILED)
 

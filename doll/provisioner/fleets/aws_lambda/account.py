@@ -13,7 +13,7 @@ from doll.config import JobConfig, LambdaFleetConfig
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.provisioner.fleets.ec2.client import aws_client, aws_errors, code_of, unavailable
 from doll.records.bounded import short
-from doll.records.check import Check
+from doll.records.check import Check, Result
 
 log = telemetry.get_logger(__name__)
 
@@ -50,7 +50,7 @@ def ask_function(config: JobConfig, client: Any = None) -> list[Check]:
         try:
             checks += group(client, config, settings)
         except DollError as error:
-            result = "unknown" if isinstance(error, ServiceUnavailableError) else "failed"
+            result: Result = "unknown" if isinstance(error, ServiceUnavailableError) else "failed"
             checks.append(Check(_TITLES[group], result, str(error)))
     return checks
 

@@ -253,17 +253,17 @@ def test_a_right_that_is_missing_is_named(right: str, monkeypatch: pytest.Monkey
     owner = Owner()
     owner.denied = (right,)
     assert f"AWS refuses {right}: allow it" in refusal(owner, config(), monkeypatch)
-    failed = [found for found in ask_function(config(), owner) if found.result == "failed"]
-    assert [right in found.detail for found in failed] == [True]
+    failed = [each for each in ask_function(config(), owner) if each.result == "failed"]
+    assert [right in each.detail for each in failed] == [True]
 
 
 def test_doctor_has_a_line_for_each_number_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(account, "aws_client", lambda *_: owner)
     owner = Owner(MemorySize=512, Timeout=60, State="Failed")
     owner.concurrency, owner.image_bytes = 2, 11 * 1024**3
-    found = ask_function(config(timeout_s=80))
-    assert all("\n" not in each.detail + each.todo for each in found)
-    assert [each.name for each in found if each.result == "failed"] == [
+    checks = ask_function(config(timeout_s=80))
+    assert all("\n" not in each.detail + each.todo for each in checks)
+    assert [each.name for each in checks if each.result == "failed"] == [
         "fleet.timeout_s", "function doll", "function doll", "fleet.memory_mb", "fleet.timeout_s",
         "the reserved concurrency of function doll",
     ]  # fmt: skip
