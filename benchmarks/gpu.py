@@ -161,12 +161,14 @@ def config_of(
 def measure(
     bench: Bench, model: str, device: str, precision: str, workers: int, seconds: float, size: int, most: int,
     policy: str = "doll",
-) -> float:  # fmt: skip
-    """Samples per second that a job learns."""
+) -> tuple[float, dict[str, float]]:  # fmt: skip
+    """Samples per second that a job learns, and the cores that its workers and its server use."""
     config = config_of(model, device, precision, workers, seconds, size, policy)
     make = image_pool if model == "cnn" else character_records
     bench.fill(config, make, most)
-    return bench.learn(config, warm_s=_WARM_S).samples_per_s
+    result = bench.learn(config, warm_s=_WARM_S)
+    cores = {name: round(result.usage.cpu_s.get(name, 0.0) / result.usage.seconds, 2) for name in ("worker", "ps")}
+    return result.samples_per_s, cores
 
 
 def stages(out: str, model: str, device: str, precision: str, seconds: float, size: int, threads: int) -> None:
@@ -235,7 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         row["stages"] = stages_of(bench, model, device, precision, args.seconds, size)
                         print(json.dumps(row["stages"]), flush=True)
                     for policy, workers in itertools.product(args.policies, args.workers):
-                        row[f"{policy}-{workers}"] = measure(
+                        key = f"{policy}-{workers}"
+                        row[key], row[f"{key} cores"] = measure(
                             bench, model, device, precision, workers, args.seconds, size, most // workers, policy
                         )
                     rows.append(row)

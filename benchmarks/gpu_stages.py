@@ -72,6 +72,14 @@ class Stages:
             (self._host, "publish", "server publishes"),
         ):  # fmt: skip
             setattr(owner, method, self._timed(name, getattr(owner, method)))
+        self.num_passes = 0
+        forward = computer._forward
+
+        def counted(*args: Any, **more: Any) -> Any:
+            self.num_passes += 1
+            return forward(*args, **more)
+
+        computer._forward = counted  # type: ignore[method-assign]
         self._handler = GrantHandler(
             config, local_model=local, guard=guard, compressor=cast(Compressor, _TimedCompressor(config.job, self)),
             blobs=blobs, dead_letters=cast(Any, None), contribution=total,
@@ -127,6 +135,8 @@ class Stages:
         self._version += 1
         self._key = self._host.publish(self._version)
         self._host.tidy()
+        if self._version == _WARM_UPDATES:
+            self.num_passes = 0  # those of the guard's first inspection
         if self._version > _WARM_UPDATES:
             for name in STAGES:
                 self.milliseconds[name].append(self._now.get(name, (0.0, 0.0)))
@@ -151,8 +161,10 @@ def profile(config: JobConfig, device: str, pool: Pool, seconds: float) -> dict[
         first_s = time.monotonic()
         while time.monotonic() - first_s < seconds or len(stages.milliseconds["load"]) < 3:
             stages.update()
+        updates = len(stages.milliseconds["load"])
         return {
-            "updates": len(stages.milliseconds["load"]),
+            "updates": updates,
+            "passes per batch": round(stages.num_passes / (updates * config.group_size), 3),
             **{
                 name: [round(1e3 * median(column), 2) for column in zip(*times, strict=True)]
                 for name, times in stages.milliseconds.items()
