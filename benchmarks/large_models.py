@@ -394,7 +394,7 @@ def live_in_shards(size: float, shards: int, updates: int) -> str:
     peaks, seconds, doll = Peaks(), dict[str, float](), [sys.executable, "-m", "doll"]
     with tempfile.TemporaryDirectory(prefix="doll-large-") as name:
         folder, runs = Path(name), Path(name) / "runs"
-        (folder / "job.yaml").write_text(SHARDED_JOB % ([WIDTHS[size], WIDTHS[size]], shards, updates))
+        (folder / "job.yaml").write_text(SHARDED_JOB % ([WIDTHS[size] // 3] * 10, shards, updates))
 
         def call(what: str, *arguments: object, until: Callable[[], bool] = lambda: False) -> None:
             """Run a command until its end, or until `until` returns True."""
