@@ -4,6 +4,9 @@ A real parameter server (engine, model host, checkpoints in a folder) and 2 work
 store gradients in real shared memory or a real Redis. Nothing is computed: a gradient is a constant. Control records go
 through pipes instead of Kafka. K = 8, so an update has 8 batches in 2 sets. The same run measures a copy in
 memory (memcpy) of the model's size, in the server's process, as the unit of the machine.
+
+`--shards 4` instead trains a model in shards with `doll up`, resumes, exports and serves it, and shows the time of each
+command and the peak memory of each process.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,6 +34,7 @@ import numpy.typing as npt
 from doll import telemetry
 from doll.config import JobConfig, parse
 from doll.errors import DollError
+from doll.local.processes import free_port, tied
 from doll.model.slices import sliced
 from doll.records.control import (
     Announce,
@@ -69,6 +76,23 @@ checkpoint: {every_updates: %d, every_s: 1000000, keep: 2}
 worker: {max_pending_batches: 1000000, lease_s: 600, grant_timeout_s: 1000}
 blobs: {ttl_s: 1000}
 """
+
+SHARDED_JOB = """
+job: large
+task: {class: "examples.synthetic.task:Gaussian", args: {features: 20, hidden: %s}}
+data: {workers: 1, batch_size: 4}
+source: {kind: python, of: "examples.synthetic.source:gaussians", args: {features: 20}}
+arrivals: {process: poisson, rate_per_s: 50}
+training: {policy: {name: bsp}, optimizer: {name: sgd, lr: 0.001}}
+ps: {shards: %d}
+checkpoint: {every_updates: 2, every_s: 1000000, keep: 2}
+evaluation: {enabled: false}
+worker: {lease_s: 600, grant_timeout_s: 1000}
+blobs: {ttl_s: 1000}
+stop: {updates: %d}
+"""
+_SAMPLE_S = 0.1
+_SERVED_S = 300.0
 
 
 class CountingBlobs:
@@ -343,6 +367,76 @@ def _shm_bytes(folder: str) -> int:
     return sum(inodes.values())
 
 
+# --- a model in shards ----------------------------------------------------------------------------------------------
+
+
+class Peaks:
+    """The peak memory of processes by name, in MB: resident (VmHWM), and the part that no file and no other process has
+    (RssAnon, sampled)."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, tuple[float, float]] = {}
+
+    def look(self, pids: Mapping[str, int]) -> None:
+        for name, pid in pids.items():
+            with suppress(OSError, StopIteration):
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                values = [
+                    next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(field))
+                    for field in ("VmHWM:", "RssAnon:")
+                ]
+                before = self.of.get(name, (0.0, 0.0))
+                self.of[name] = max(before[0], values[0]), max(before[1], values[1])
+
+
+def live_in_shards(size: float, shards: int, updates: int) -> str:
+    """Train a model of so many MB in shards, resume, export and serve it. Return what it took, in Markdown."""
+    peaks, seconds, doll = Peaks(), dict[str, float](), [sys.executable, "-m", "doll"]
+    with tempfile.TemporaryDirectory(prefix="doll-large-") as name:
+        folder, runs = Path(name), Path(name) / "runs"
+        (folder / "job.yaml").write_text(SHARDED_JOB % ([WIDTHS[size] // 3] * 10, shards, updates))
+
+        def call(what: str, *arguments: object, until: Callable[[], bool] = lambda: False) -> None:
+            """Run a command until its end, or until `until` returns True."""
+            began_s = time.monotonic()
+            with (folder / "log").open("ab") as log:
+                process = subprocess.Popen(tied([*doll, *map(str, arguments)]), stdout=log, stderr=log)
+            try:
+                while process.poll() is None and not until():
+                    peaks.look({f"doll {what}": process.pid})
+                    for path in runs.glob("*/roles.json"):
+                        with suppress(ValueError):  # it is being written
+                            peaks.look(json.loads(path.read_text()))
+                    time.sleep(_SAMPLE_S)
+                seconds[what] = time.monotonic() - began_s
+                if process.poll():
+                    tail = (folder / "log").read_text(errors="replace")[-2000:]
+                    raise RuntimeError(f"doll {what}: exit code {process.returncode}: {tail}")
+            finally:
+                process.send_signal(signal.SIGINT)
+                process.wait(60.0)
+
+        call("up", "up", folder / "job.yaml", "--parent-folder", runs, "--no-page")
+        run, port = next(runs.iterdir()), free_port()
+        call("resume", "resume", run, "--no-page", "--set", f"stop.updates={2 * updates}")
+        call("export", "export", run, "--out", folder / "model")
+        body = json.dumps({"x": [0.0] * 20}).encode()
+
+        def answers() -> bool:
+            with suppress(OSError):
+                request = urllib.request.Request(f"http://127.0.0.1:{port}/predict", body)
+                return bool(urllib.request.urlopen(request, timeout=_SERVED_S).read())
+            return False
+
+        call("serve", "serve", run, "--port", port, until=answers)
+        files = sum(path.stat().st_size for path in (run / "checkpoints").iterdir()) / 1e6
+    lines = ["| process | peak MB | of its own, MB |", "|---|---:|---:|"]
+    lines += [f"| {name} | {peak:,.0f} | {own:,.0f} |" for name, (peak, own) in sorted(peaks.of.items())]
+    took = ", ".join(f"{what} {value:.0f} s" for what, value in seconds.items())
+    note = f"{size:g} MB, {shards} shards, {2 * updates} updates: {took}; checkpoints of {files:,.0f} MB"
+    return "\n".join([*lines, "", note])
+
+
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
@@ -454,7 +548,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint-every", type=int, default=10, help="updates; default 10")
     parser.add_argument("--momentum", type=float, default=0.0, help="of SGD; default 0")
     parser.add_argument("--out", type=Path, default=None, help="JSON file; default benchmarks/results/large-*.json")
+    parser.add_argument("--shards", type=int, default=1, help="of the model; default 1: another benchmark")
     args = parser.parse_args(argv)
+    if args.shards > 1:
+        for size in map(float, args.sizes.split(",")):
+            print(live_in_shards(size, args.shards, args.updates))
+        return 0
     began = datetime.now()
     rows = []
     for size in map(float, args.sizes.split(",")):

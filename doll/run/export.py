@@ -100,8 +100,8 @@ def export_model(
     if options.version != LATEST:
         version = resolve_version(open_store(config, run_folder), options.version)
     task = load_task(config)
-    model = build(config, task, with_rows=False)
-    stored = newest_weights(config, run_folder, model, version=version, average=options.average)
+    model = build(config, task, with_rows=False, in_files=config.ps.shards != 1)
+    stored = newest_weights(config, run_folder, model, version=version, average=options.average, in_place=True)
     if stored is None:
         raise CheckpointError(
             f"no checkpoint in {checkpoint_location(config, run_folder)}: nothing has been learned yet, or "
@@ -171,7 +171,7 @@ def tensors_of(model: FlatModel, stored: StoredWeights) -> dict[str, torch.Tenso
         else:
             parts = [{name: stored.tables[table]} for name in names]
         for number, arrays in enumerate(parts):
-            given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            given = {name: torch.from_numpy(np.require(array, None, "AW")) for name, array in arrays.items()}
             tensors |= {name: tensor.clone() if number else tensor for name, tensor in given.items()}
     return tensors
 

@@ -133,7 +133,7 @@ def check_model(config: JobConfig, *, begins: bool = True) -> CheckedModel:
     from doll.ps.start import matched
     from doll.task.base import load_task
 
-    model = build(config, load_task(config), with_rows=False)
+    model = build(config, load_task(config), with_rows=False, in_files=config.ps.shards != 1)
     check_recipe(config.training, model)
     initial = matched(config, model) if begins else None
     parameters, report = model.num_parameters + model.num_table_values, None if initial is None else initial.report
