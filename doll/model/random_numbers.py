@@ -30,7 +30,7 @@ def draw_from(seed: int, device: str = "cpu") -> None:
     """Seed the generators of torch (on the CPU and on `device`), numpy and Python's `random` with `seed`."""
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes a hundred times as long
     if device.startswith("cuda"):
-        torch.cuda.init()  # makes the generators, once
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # makes the generators, once
         torch.cuda.default_generators[int(device.partition(":")[2] or 0)].manual_seed(seed)
     elif device == "mps":
         torch.mps.manual_seed(seed)

@@ -171,7 +171,7 @@ def tensors_of(model: FlatModel, stored: StoredWeights) -> dict[str, torch.Tenso
         else:
             parts = [{name: stored.tables[table]} for name in names]
         for number, arrays in enumerate(parts):
-            given = {name: torch.from_numpy(np.require(array, None, "AW")) for name, array in arrays.items()}
+            given = {name: torch.from_numpy(np.require(array, None, ["A", "W"])) for name, array in arrays.items()}
             tensors |= {name: tensor.clone() if number else tensor for name, tensor in given.items()}
     return tensors
 

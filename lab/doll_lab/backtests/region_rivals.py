@@ -66,7 +66,7 @@ class CheapestRegion:
         usable = sight.up & (sight.usd <= self.most * self._job.on_demand[:, None])[:, :, None]
         tick_s = self._job.tick_s
         self._choice = self.market.decide(Observation(
-            sight.now_s, sight.done * tick_s, sight.done_by_slot * tick_s, usable.any(axis=1), self._choice,
+            sight.now_s, sight.done * tick_s, sight.done_by_slot * tick_s, np.asarray(usable.any(axis=1)), self._choice,
             sight.ready, np.where(usable.any(axis=2), sight.usd, np.inf).min(axis=1),
         ))  # fmt: skip
         spot = np.where(running(sight, usable), sight.machine, cheapest(sight, usable))
@@ -78,7 +78,8 @@ def running(sight: Sight, usable: Bools) -> Bools:
     """Return the slots whose spot machine still runs, shape (W, N)."""
     count, regions, slots = usable.shape
     region = np.where(sight.machine < regions, sight.machine, NOWHERE)
-    return (region != NOWHERE) & usable[np.arange(count)[:, None], region, np.arange(slots)]
+    here: Bools = (region != NOWHERE) & usable[np.arange(count)[:, None], region, np.arange(slots)]
+    return here
 
 
 def cheapest(sight: Sight, usable: Bools) -> Machines:
@@ -108,7 +109,7 @@ class SkyNomadLike:
         life_s = np.stack([life.life_s for life in self._lives])  # (W, R)
         runs = running(sight, sight.up)
         observed = Observation(
-            sight.now_s, sight.done * jobs.tick_s, sight.done_by_slot, sight.up.any(axis=1),
+            sight.now_s, sight.done * jobs.tick_s, sight.done_by_slot, np.asarray(sight.up.any(axis=1)),
             np.empty(0, np.int8), sight.ready, sight.usd.min(axis=1),
         )  # fmt: skip
         self._committed |= no_slack(self._job, observed)[:, None] & ~runs

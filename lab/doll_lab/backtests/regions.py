@@ -63,11 +63,11 @@ class RegionJobs:
 
     @property
     def num_regions(self) -> int:
-        return self.up.shape[1]
+        return int(self.up.shape[1])
 
     @property
     def num_slots(self) -> int:
-        return self.up.shape[3]
+        return int(self.up.shape[3])
 
     @property
     def on_demand_s(self) -> float:
@@ -98,7 +98,8 @@ def sample_jobs(trace_set: TraceSet, ratio: float, settings: BacktestSettings, r
     kinds = _kinds(trace_set, count, ticks * tick_s)
     if not kinds:
         raise ConfigError(f"trace set {trace_set.name}: {few_regions(trace_set, settings, count)}")
-    ups, usd, on_demand, home, starts = [], [], [], [], []
+    ups: list[Bools] = []
+    usd, on_demand, home, starts = [], [], [], []
     while len(ups) < settings.windows:
         pools = kinds[len(ups) % len(kinds)]
         chosen = [pools[index] for index in rng.permutation(len(pools))[:count]]

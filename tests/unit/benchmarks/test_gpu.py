@@ -10,6 +10,7 @@ import pytest
 import torch
 from benchmarks import gpu
 from benchmarks.gpu_stages import STAGES, Stages
+from examples.emnist.task import Emnist
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -24,7 +25,7 @@ def test_each_policy_has_a_valid_job(policy: str) -> None:
 def weights_after(device: str, updates: int) -> np.ndarray:
     size = 2
     stages = Stages(
-        gpu.config_of("cnn", device, "float32", 1, 1.0, size), device, gpu.decoded_pool(gpu.Emnist(), "cnn", size)
+        gpu.config_of("cnn", device, "float32", 1, 1.0, size), device, gpu.decoded_pool(Emnist(), "cnn", size)
     )
     try:
         for _ in range(updates):

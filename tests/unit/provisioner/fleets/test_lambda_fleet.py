@@ -258,8 +258,8 @@ def test_a_right_that_is_missing_is_named(right: str, monkeypatch: pytest.Monkey
 
 
 def test_doctor_has_a_line_for_each_number_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(account, "aws_client", lambda *_: owner)
     owner = Owner(MemorySize=512, Timeout=60, State="Failed")
+    monkeypatch.setattr(account, "aws_client", lambda *_: owner)
     owner.concurrency, owner.image_bytes = 2, 11 * 1024**3
     checks = ask_function(config(timeout_s=80))
     assert all("\n" not in each.detail + each.todo for each in checks)
