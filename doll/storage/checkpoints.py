@@ -692,10 +692,9 @@ class CheckpointStore(ABC):
         parts = (self.read_part(checkpoint.term, checkpoint.version, part) for part in checkpoint.parts)
         if with_parts:
             tensors = joined(parts, _zeros_in_file if in_place else np.zeros)
-            made = (
-                _frozen(tensors) if in_place else {name: np.require(t, None, ["A", "W"]) for name, t in tensors.items()}
-            )
-            return dataclasses.replace(checkpoint, tensors=made)
+            if not in_place:
+                tensors = {name: np.require(tensor, None, ["A", "W"]) for name, tensor in tensors.items()}
+            return dataclasses.replace(checkpoint, tensors=_frozen(tensors) if in_place else tensors)
         for _ in parts:  # one after the other, so that one at a time is in memory
             pass
         return checkpoint

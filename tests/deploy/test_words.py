@@ -88,10 +88,13 @@ def test_the_control_host_starts_the_roles_that_its_script_knows() -> None:
 def test_containers_get_variables_that_the_code_reads() -> None:
     code = "".join(path.read_text() for path in (ROOT / "doll").rglob("*.py"))
     read = set(re.findall(r'"(DOLL_[A-Z_]+)"', code))
-    stack = captured(r"^  environment = merge\((.*?)^  \)", MAIN)
+    stack = captured(r"^  authority_variables =.*?^  environment = merge\((.*?)^  \)", MAIN)
+    function = captured(r"^  environment = merge\((.*?)^  \)", MAIN)
+    assert set(re.findall(r"\b(DOLL_[A-Z_]+) *=", function)) <= read, "variables that only functions get"
     text = (TERRAFORM / "modules" / "secrets" / "main.tf").read_text()
     secrets = "".join(re.findall(r"<<-ENV(.*?)^  ENV", text, re.DOTALL | re.MULTILINE))
     given = set(re.findall(r"\b(DOLL_[A-Z_]+) *=", stack))
+    given |= set(re.findall(r'"(DOLL_[A-Z_]+)"', captured(r"^  authority_variables = {(.*)}$", MAIN)))
     boots = {name for name in given if name.startswith("DOLL_BOOT_")}
     assert {"DOLL_KAFKA", "DOLL_KAFKA_CA", "DOLL_REDIS", "DOLL_REDIS_CA", "DOLL_REGISTRY_CA"} == given - boots
     assert set(re.findall(r"\b(DOLL_[A-Z_]+)=", secrets)) == {*CLIENTS, *CACHE}
@@ -115,16 +118,21 @@ def test_scripts_find_what_they_read_in_boot_env(path: str) -> None:
 
 def test_the_settings_are_those_of_the_stack_and_doll_takes_them() -> None:
     """A list among the settings is JSON, which is YAML."""
-    from doll.config import Ec2FleetConfig, parse
+    from doll.config import Ec2FleetConfig, LambdaFleetConfig, parse
 
-    stack = captured(r"^  settings = {(.*?)^  }", MAIN)
-    assert set(re.findall(r'^    "([a-z_.]+)" *=', stack, re.MULTILINE)) == set(SETTINGS)
+    def names(pattern: str) -> set[str]:
+        return set(re.findall(r'^    "([a-z_.]+)" *=', captured(pattern, MAIN), re.MULTILINE))
+
+    of_all = names(r"^  settings = merge\(local.fleet, {(.*?)^  }")
+    assert of_all | names(r"^  fleet = [^{]*{(.*?)^    }\)") == set(SETTINGS)
     key = captured(r"--set \"([a-z.]+)=s3://", SCRIPTS["common"])
     given = [*(f"{name}={value}" for name, value in SETTINGS.items()), f"{key}=s3://bucket/checkpoints/t"]
     job = parse("job: t\ntask: {class: 'a:B'}", given)
     assert job.kafka.security == "sasl_ssl"
     assert isinstance(job.fleet, Ec2FleetConfig)
     assert list(job.fleet.subnets) == json.loads(SETTINGS["fleet.subnets"])
+    of_functions = {*of_all, *names(r"^    }\) : tomap\({(.*?)^  }\)")}
+    assert {n[6:] for n in of_functions if n.startswith("fleet.")} <= set(LambdaFleetConfig.model_fields)
 
 
 def test_a_worker_finds_the_tags_that_the_provisioner_gives_it() -> None:
