@@ -67,7 +67,9 @@ def challenger_of(process: Command) -> list[psutil.Process]:
 def test_one_challenger_for_a_drift_that_does_not_hurt_the_job(
     tmp_path: Path, job_name: str, services: Services, doll: Program
 ) -> None:
-    job = JOB.format(job=job_name[:30]).replace("evaluation: {enabled: false}", "evaluation: {every_s: 600}")
+    job = JOB.format(job=job_name[-30:].strip("-")).replace(
+        "evaluation: {enabled: false}", "evaluation: {every_s: 600}"
+    )
     (tmp_path / "job.yaml").write_text(job)
     slow = job.replace("training: {policy: {name: doll, group_size: 2}}", SLOW)
     assert slow != job

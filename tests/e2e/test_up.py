@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -147,32 +149,63 @@ def assert_audit_ok(report: dict[str, Any]) -> None:
     assert report["restarts"] == 0
 
 
-def assert_the_page_shows(job: Up) -> Future[bytes]:
-    """The address that it prints answers with the state of the job; what it sends until it ends."""
-    address = re.search(r"page: http://127\.0\.0\.1:(\d+)", job.said)
-    assert address is not None, job.said
-    state: dict[str, Any] = {}
+def merged(state: Any, patch: Any) -> Any:
+    """The state after a merge patch (RFC 7396)."""
+    if not isinstance(patch, dict):
+        return patch
+    after = dict(state) if isinstance(state, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            after.pop(name, None)
+        else:
+            after[name] = merged(after.get(name), value)
+    return after
 
-    def learns() -> bool:
-        with urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/events", timeout=60) as stream:
-            assert stream.readline() == b"event: state\n"
-            state.update(json.loads(stream.readline().removeprefix(b"data: ")))
-        return len(state["curves"]["samples"]) > 1 and state["questions"]["safety"]["tone"] == "good"
 
-    until(learns, lambda: f"the page of a job that learns, got {state}")
-    assert state["job"]["name"] == "digits"
-    assert state["questions"]["work"]["verdict"] == "4 of 4 workers are live"
-    stream = urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/events", timeout=600)
-    return ThreadPoolExecutor(1).submit(stream.read)
+class Browser:
+    """A browser that opens the page at its address in the output, and stays open until the server ends."""
+
+    def __init__(self, job: Up) -> None:
+        until(lambda: "page: http://" in job.said or job.process.poll() is not None, lambda: job.said)
+        address = re.search(r"page: (http://127\.0\.0\.1:\d+)", job.said)
+        assert address is not None, job.said
+        self._state: dict[str, Any] = {}
+
+        def is_open() -> bool:  # the address is printed while the server starts
+            with contextlib.suppress(urllib.error.URLError):
+                self._stream = urllib.request.urlopen(f"{address[1]}/events", timeout=600)
+            return hasattr(self, "_stream")
+
+        until(is_open, lambda: f"the page at {address[1]}\n{job.said}")
+
+    def assert_it_shows_a_job_that_learns(self) -> None:
+        """What the job sent before and after is read in its order, so the job may have ended meanwhile."""
+        while kind := self._stream.readline():
+            data = json.loads(self._stream.readline().removeprefix(b"data: "))
+            assert self._stream.readline() == b"\n"
+            if kind != b"event: beat\n":
+                self._state = merged({} if kind == b"event: state\n" else self._state, data)
+            questions = self._state["questions"]
+            if len(self._state["curves"]["samples"]) > 1 and questions["safety"]["tone"] == "good":
+                assert self._state["job"]["name"] == "digits"
+                assert questions["work"]["verdict"] == "4 of 4 workers are live"
+                return
+        pytest.fail(f"the page ended before it showed that the job learns: {self._state}")
+
+    def rest(self) -> Future[bytes]:
+        """What comes until the server ends."""
+        return ThreadPoolExecutor(1).submit(self._stream.read)
 
 
 def test_the_digits_example_shortened(up: Any) -> None:
     """Exit code, report, and no more updates than Eq. (1) of the paper predicts: 4 x 125 / (4 x 32) a second."""
-    updates = 80  # so many that a busy machine asks for the page before the end
+    updates = 40
     job = up(str(EXAMPLES / "digits" / "job.yaml"), "--set", f"stop={{updates: {updates}}}", "--set", "log.format=json")
+    browser = Browser(job)
     job.until_learning()
     processes, ports = job.started(), job.ports()
-    sent = assert_the_page_shows(job)
+    browser.assert_it_shows_a_job_that_learns()
+    sent = browser.rest()
     report = job.report()
     assert b"yes: by the audit each offset is in one update" in sent.result(60)  # in a browser that has stayed open
     assert report["exit_code"] == 0
