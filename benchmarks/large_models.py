@@ -83,7 +83,7 @@ task: {class: "examples.synthetic.task:Gaussian", args: {features: 20, hidden: %
 data: {workers: 1, batch_size: 4}
 source: {kind: python, of: "examples.synthetic.source:gaussians", args: {features: 20}}
 arrivals: {process: poisson, rate_per_s: 50}
-training: {policy: {name: bsp}, optimizer: {name: sgd, lr: 0.001}}
+training: {policy: {name: bsp}, optimizer: {name: sgd, lr: 0.001}, guard: {spike_factor: 0}}
 ps: {shards: %d}
 checkpoint: {every_updates: 2, every_s: 1000000, keep: 2}
 evaluation: {enabled: false}

@@ -51,7 +51,7 @@ from doll.kafka import topics
 from doll.kafka.chunk_reader import ChunkReader
 from doll.kafka.reader import PrefetchedBounds
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
-from doll.ledger.admission import AFTER_TERM_ENV
+from doll.ledger.admission import AFTER_TERM_ENV, ENDED_TERM_ENV
 from doll.model.devices import resolve
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.model.random_numbers import draw_from
@@ -217,7 +217,7 @@ class _WorkerProcess:
         config, channel = self._config, self._channel
         self._heartbeat.set_waiting_for("the parameter server's answer")
         try:
-            after_term = int(_env_number(AFTER_TERM_ENV))
+            after_term = int(max(_env_number(AFTER_TERM_ENV), _env_number(ENDED_TERM_ENV)))
             joined = channel.join(process_name(), self._departure, incarnation(), after_term=after_term)
         except JobEndedError as exc:
             log.info("job_ended", reason=str(exc), hint="to continue it, start `doll ps` first")

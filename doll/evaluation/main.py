@@ -41,7 +41,9 @@ CHECK_KAFKA_EVERY_S = 5.0
 MAX_EVALUATION_S = 300.0  # one round over a large held-out set, at a low priority
 
 
-def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, after_term: int = 0) -> int:
+def run_evaluator(
+    config: JobConfig, services: Services, run_folder: Path, *, after_term: int = 0, ended_term: int = 0
+) -> int:  # fmt: skip
     """Evaluate until the job has finished or SIGTERM is received, and return the exit code 0.
 
     Call it in the main thread, since it handles SIGTERM and SIGINT. If Kafka becomes unavailable after the start, or
@@ -49,6 +51,7 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, af
 
     Args:
         after_term: terms up to this one belong to earlier runs. Their models, and the ends of these runs, are ignored.
+        ended_term: terms up to this one have ended before. Their models are evaluated, and their ends are ignored.
 
     Raises:
         ConfigError: the task cannot be used.
@@ -72,7 +75,7 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, af
             input_records=inputs,
         )  # fmt: skip
         tail = opened.enter_context(Tail(config, services, (config.topic("updates"),)))
-        _follow(config, evaluator, tail, publisher, stop, heartbeat)
+        _follow(config, evaluator, tail, publisher, stop, heartbeat, ended_term)
     return 0
 
 
@@ -83,6 +86,7 @@ def _follow(
     publisher: Publisher,
     stop: threading.Event,
     heartbeat: Heartbeat,
+    ended_term: int,
 ) -> None:
     updates = Partition(config.topic("updates"))
     started_s = evaluate_at_s = check_kafka_at_s = heartbeat_at_s = time.monotonic()
@@ -110,7 +114,7 @@ def _follow(
         is_current = tail.has_read_history(updates) and (
             any(entry.offset >= tail.ends[updates] for entry in entries) or time.monotonic() - started_s > grace_s
         )
-        if finished is not None and is_current:
+        if finished is not None and finished.term > ended_term and is_current:
             _publish(config, evaluator, publisher, evaluator.evaluate_final(finished.term, finished.version))
             _publish_verdict(config, evaluator.judge_newest(), publisher)
             log.info("job_finished", version=finished.version, reason=finished.reason)

@@ -22,6 +22,7 @@ from doll.services import Services
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 
 AFTER_TERM_ENV: Final = "DOLL_AFTER_TERM"  # terms up to it belong to earlier runs; set by `doll up` for its roles
+ENDED_TERM_ENV: Final = "DOLL_ENDED_TERM"  # terms up to it have ended before this run began; set by `doll up` also
 ANY_TERM: Final = 1 << 62
 RUN_ID_ENV: Final = "DOLL_RUN_ID"  # run id that `doll up` or `doll resume` passes to its parameter servers
 _TAIL_RECORDS: Final = 1000  # a fenced server writes only a few records, so the last ones contain the newest term

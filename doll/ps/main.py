@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 import uuid
 from pathlib import Path
@@ -42,6 +43,7 @@ from doll.ps.shards.redis_pipes import RedisServerEnd
 from doll.ps.shards.sharded_host import PartedStore, ShardedHost, ShardLostError
 from doll.ps.standby import LeaderCheck, wait_for_lease
 from doll.ps.start import Start, begun_with, make_engine, matched
+from doll.records.control import Hello
 from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.blobs import Blobs, scope_of
@@ -254,8 +256,20 @@ class _Launch:
             )  # fmt: skip
             watch.start()
         log.info("started", term=term, version=engine.version, policy=engine.policy.name, parameters=num_parameters)
+        greets_at_s = time.monotonic() + config.ps.lease_s
+
+        def leaves() -> bool:
+            """Return whether this process is to end. A worker that waits takes the end of an earlier server for the end
+            of the job, unless it hears of this one, whose shards may need minutes for a large model."""
+            nonlocal greets_at_s
+            if time.monotonic() >= greets_at_s:
+                greets_at_s = math.inf
+                for worker in range(config.data.places):
+                    channel.send_command(worker, Hello(term=term))
+            return signals.leave
+
         try:
-            if isinstance(host, ShardedHost) and not host.begin(self._fingerprint, place, lambda: signals.leave):
+            if isinstance(host, ShardedHost) and not host.begin(self._fingerprint, place, leaves):
                 return 0
             server.open()
             heartbeat.expect("loop")

@@ -16,6 +16,7 @@ from doll.config import JobConfig, load
 from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
 from doll.kafka.reader import Tail
+from doll.ledger.admission import ENDED_TERM_ENV
 from doll.local.forks import ForkServer, Role
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
@@ -86,11 +87,12 @@ class Rig:
         self.evaluated: dict[tuple[int, int], Evaluated] = {}
         self.metrics: list[Metric] = []
 
-    def start(self) -> Role:
+    def start(self, **env: str) -> Role:
         arguments = [str(self._job_path), self.services.kafka, self.services.redis, str(self.run)]
         return self._forks.start_role(
-            "doll.run.local.roles:evaluator_role", arguments, log_path=self.run / "evaluator.log", name="evaluator"
-        )
+            "doll.run.local.roles:evaluator_role", arguments, log_path=self.run / "evaluator.log", name="evaluator",
+            env=env,
+        )  # fmt: skip
 
     def say(self, *records: AnyRecord) -> None:
         for record in records:
@@ -176,6 +178,19 @@ def test_it_measures_versions_follows_a_restart_and_ends_with_the_last_version(m
     shown = [metric.values for metric in rig.metrics if metric.source == "evaluator"]
     assert {"version", "loss", "accuracy", "term"} <= shown[0].keys()
     assert shown[0]["loss"] == pytest.approx(first.loss)
+
+
+def test_the_end_of_a_run_that_is_resumed_is_no_end(make_rig: Any) -> None:
+    """The server that resumes it may need minutes to load its model."""
+    rig: Rig = make_rig()
+    role = rig.start(**{ENDED_TERM_ENV: "1"})
+    rig.publish(1, 1, weight=1.0)
+    rig.say(term_started(1), update(1, 1), Finished(term=1, version=1, reason="updates", time_s=time.time()))
+    rig.wait_evaluated(1, 1)
+    rig.publish(2, 2, weight=2.0)
+    rig.say(term_started(2, resumed=1), update(2, 2), Finished(term=2, version=2, reason="updates", time_s=time.time()))
+    rig.wait_evaluated(2, 2)
+    assert role.wait(WAIT_TIMEOUT_S) == 0
 
 
 def test_it_waits_for_redis_and_takes_a_lost_last_version_from_the_checkpoint(

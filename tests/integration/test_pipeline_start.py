@@ -18,7 +18,7 @@ from doll.services import Services
 from forked_commands import Program, environment
 from job_rig import MakePipeline
 from record_builders import term_started
-from waiting import WAIT_TIMEOUT_S
+from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
 
@@ -162,6 +162,15 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
     assert run_producer(job.config, job.services, until_finished=True, stop=threading.Event(), say=print) == 0
     job.control("updates", term_started(2, 20))
     assert not reader.has_finished(job.config, job.services, lambda: False), "it was resumed"
+
+
+def test_a_server_whose_shards_take_long_tells_the_workers_that_it_lives(make_pipeline: MakePipeline) -> None:
+    job = make_pipeline("ps.lease_s=2", "ps.shards=2", "task.args.hidden=[600, 600]")
+    job.control("commands", Stop(term=1, reason="updates: 20 reached"), partition=1)
+    job.start_ps()
+    commands = reader.Partition(job.config.topic("commands"), 1)
+    with reader.Reader(job.config, job.services, "watch", [commands], lambda _, low, high: high) as watch:
+        until(lambda: Hello in {type(timed.record) for timed in watch.poll(0.2)}, lambda: job.log("ps"))
 
 
 def test_a_job_that_ended_and_was_resumed_has_not_ended(

@@ -131,7 +131,7 @@ class WorkerChannel:
         """Send Join to the parameter server, and wait for its Welcome without a time limit. Call this method once.
 
         Args:
-            after_term: servers of terms up to this one belong to earlier runs. Their Stop does not end this job.
+            after_term: servers of terms up to this one have ended before. Their Stop does not end this job.
 
         Returns:
             The Welcome and the next offset in this worker's partition of `commands`, where `read_commands` continues;

@@ -36,7 +36,7 @@ from doll.run.doctor.answers import (
 )
 from doll.run.doctor.network import ask_address, tcp_settings, tls_context
 from doll.run.target import Target
-from doll.services import KAFKA_CA_ENV, REDIS_CA_ENV, REDIS_ENV, Services, parse_redis
+from doll.services import KAFKA_CA_ENV, REDIS_CA_ENV, REDIS_ENV, Services, parse_redis, shard_addresses
 from doll.storage.redis_diagnosis import ask_redis
 from doll.storage.stores import checkpoint_location, open_store
 
@@ -142,12 +142,19 @@ def _addresses(
 
 
 def _redis(config: JobConfig, services: Services) -> Iterator[Check]:
-    if not services.redis:
+    if services.redis:
+        yield from _redis_server(config, services)
+    else:
         yield Check(
             "Redis", "ok", "no address: doll up starts a Redis of its own; roles that are started without it need "
             f"redis.address in the job file, or ${REDIS_ENV}",
         )  # fmt: skip
-        return
+    for shard, url in enumerate(shard_addresses(config)):
+        for check in _redis_server(config, replace(services, redis=url)):
+            yield replace(check, name=check.name.replace("Redis", f"Redis of shard {shard}", 1))
+
+
+def _redis_server(config: JobConfig, services: Services) -> Iterator[Check]:
     place = parse_redis(services.redis)
     assert place is not None, "it was read with the job"
     addresses = [f"{host}:{port}" for host, port in place.addresses]

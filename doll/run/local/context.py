@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from doll.config import JobConfig, StdinSource
-from doll.ledger.admission import AFTER_TERM_ENV, RUN_ID_ENV, new_run_id
+from doll.ledger.admission import AFTER_TERM_ENV, ENDED_TERM_ENV, RUN_ID_ENV, new_run_id
 from doll.local.forks import ForkServer
 from doll.local.processes import free_port, is_free, spawn
 from doll.local.stack import Stack
@@ -92,6 +92,7 @@ class LocalRun:
 
     Attributes:
         after_term: terms up to this one belong to earlier runs on the same topics.
+        ended_term: terms up to this one have ended before this run, which may continue them.
         run_id: id of this session; a copy of the folder that runs at the same time has another id.
     """
 
@@ -103,6 +104,7 @@ class LocalRun:
     forks: ForkServer
     stack: Stack
     after_term: int = 0
+    ended_term: int = 0
     run_id: str = field(default_factory=new_run_id)
     _health_ports: dict[str, int] = field(default_factory=dict)
 
@@ -156,7 +158,7 @@ class LocalRun:
         services = self.hook.services(name, self.stack)
         args = [str(self.folder.job), services.kafka, services.redis, str(self.folder.path), *more]
         env = {PORT_ENV: str(self._health_port(name)), BLOBS_ENV: services.blobs, CONTROL_ENV: services.control}
-        env |= {RUN_ID_ENV: self.run_id, AFTER_TERM_ENV: str(self.after_term)}
+        env |= {RUN_ID_ENV: self.run_id, AFTER_TERM_ENV: str(self.after_term), ENDED_TERM_ENV: str(self.ended_term)}
         env |= self.hook.environment(name)
         return RoleSpec(name, f"doll.run.local.roles:{role}", self.folder.logs / f"{name}.log", args, env)
 

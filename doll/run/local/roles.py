@@ -23,7 +23,7 @@ from doll.config import JobConfig, load
 from doll.errors import ConfigError, DollError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import with_partitions
-from doll.ledger.admission import AFTER_TERM_ENV, RUN_ID_ENV, recorded_partitions
+from doll.ledger.admission import AFTER_TERM_ENV, ENDED_TERM_ENV, RUN_ID_ENV, recorded_partitions
 from doll.process.files import write_json
 from doll.process.platform import lower_priority
 from doll.ps.standby import LeaderCheck
@@ -160,7 +160,10 @@ class JobProcess:
         lower_priority(_EVALUATOR_NICENESS)  # before the imports, which take seconds
         from doll.evaluation.main import run_evaluator
 
-        return run_evaluator(self.config, self.services, self.run_folder, after_term=self.after_term)
+        ended_term = int(os.environ.get(ENDED_TERM_ENV) or 0)
+        return run_evaluator(
+            self.config, self.services, self.run_folder, after_term=self.after_term, ended_term=ended_term
+        )
 
     def page(self, port: int) -> int:
         """Serve the page of the job on loopback."""

@@ -195,7 +195,7 @@ def _services_of(
                 say(f"a new generation on the topics of an earlier run ({seen}), from data.start: {config.data.start}")
             kinds = {"kafka_kind": stack.kafka_kind, "redis_kind": stack.redis_kind, "notes": stack.notes}
             folder.write_stack(stack.services, **kinds)
-            yield LocalRun(config, folder, display, interrupts, hook, forks, stack, after_term)
+            yield LocalRun(config, folder, display, interrupts, hook, forks, stack, after_term, seen.newest_term)
 
 
 def _learn(run: LocalRun, follower: RunFollower) -> RunOutcome:

@@ -20,6 +20,15 @@ def test_no_address_of_redis_is_no_failure() -> None:
     assert "redis.address" in check.detail
 
 
+def test_each_redis_of_a_shard_is_asked(nowhere: Services) -> None:
+    addresses = ", ".join([nowhere.redis, nowhere.redis.replace("/0", "/1")])
+    asked = job("ps.shards=2", f"redis.shard_addresses=[{addresses}]")
+    checks = list(_redis(asked, Services("localhost:9092", "")))
+    assert {check.name.rpartition(":")[0] or check.name for check in checks} >= {"Redis", "Redis of shard 0"}
+    failed = [check.name for check in checks if check.result == "failed"]
+    assert all(any(f"Redis of shard {shard}" in name for name in failed) for shard in (0, 1))
+
+
 def test_a_store_is_counted_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = _store(job(), tmp_path)
     assert check.result == "ok"
