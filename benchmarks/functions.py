@@ -2,9 +2,9 @@
 
     python -m benchmarks.functions --seconds 300 --limits 900,60
 
-The digits example runs on a broker and a Redis of its own. Its workers are invocations of a function on AWS's runtime
-interface emulator (`tests/support/function_world.py` says what it needs). For each limit: batches per second, causes of
-the ends of invocations, the bill, and the audit.
+An example, digits or ratings, runs on a broker and a Redis of its own. Its workers are invocations of a function on
+AWS's runtime interface emulator (`tests/support/function_world.py` says what it needs). For each limit: batches per
+second, causes of the ends of invocations, the bill, and the audit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 
-def run(folder: Path, limit_s: int, seconds: float, overrides: list[str]) -> dict[str, Any]:
+def run(folder: Path, example: Path, limit_s: int, seconds: float, overrides: list[str]) -> dict[str, Any]:
     """Run the job for some seconds after its first update, end it, and audit it."""
     from function_world import NAME, FunctionWorld
 
@@ -49,15 +49,15 @@ def run(folder: Path, limit_s: int, seconds: float, overrides: list[str]) -> dic
         with FunctionWorld(folder / "functions", function_env, limit_s) as world:
             fleet = (
                 f"{{kind: lambda, function: {NAME}, region: us-east-1, timeout_s: {limit_s}, start_s: 20, "
-                f"folder: {ROOT / 'examples' / 'digits'}}}"
+                f"folder: {example}}}"
             )
-            config = load(ROOT / "examples" / "digits" / "job.yaml", [
+            config = load(example / "job.yaml", [
                 "stop={}", "stop.updates=10000000", f"fleet={fleet}", "plan.deadline_s=1000000000", "worker.drain_s=4",
                 "provision.every_s=1", "data.workers=3", "training.policy.group_size=3", "evaluation.enabled=false",
                 f"checkpoint.folder={folder}/run/checkpoints", *overrides,
             ])  # fmt: skip
             job = folder / "job.yaml"
-            job.write_text(dump(config) + f"base_folder: {ROOT / 'examples' / 'digits'}\n")
+            job.write_text(dump(config) + f"base_folder: {example}\n")
             topics.ensure(config, services)
             aws = {"AWS_ENDPOINT_URL": world.url, "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}
 
@@ -102,6 +102,7 @@ def run(folder: Path, limit_s: int, seconds: float, overrides: list[str]) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--example", default="digits", help="with data.workers and group_size of 3")
     parser.add_argument("--seconds", type=float, default=300.0, help="measured time of each run")
     parser.add_argument("--limits", default="900,60", help="limits of an invocation, one run each")
     parser.add_argument("--set", action="append", default=[], help="a key of the job file, as with doll --set")
@@ -112,7 +113,8 @@ def main() -> None:
         sys.exit(reason)
     with tempfile.TemporaryDirectory(prefix="doll-functions-", ignore_cleanup_errors=True) as folder:
         for number, limit_s in enumerate(map(int, options.limits.split(","))):
-            print(json.dumps(run(Path(folder) / str(number), limit_s, options.seconds, options.set)), flush=True)
+            place, example = Path(folder) / str(number), ROOT / "examples" / options.example
+            print(json.dumps(run(place, example, limit_s, options.seconds, options.set)), flush=True)
 
 
 if __name__ == "__main__":
