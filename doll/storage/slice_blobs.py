@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from doll.model.slices import Slices
+from doll.model.slices import Slice, Slices
+from doll.process.threads import in_thread
 from doll.storage.blobs import Blobs, Buffer, decode_blob
+from doll.storage.sharded_blobs import ShardedBlobs
+
+T = TypeVar("T")
 
 
 class SliceBlobs(Blobs):
@@ -56,8 +63,35 @@ def read_weights(blobs: Blobs, key: str, slices: Slices, *, job: str, version: i
         data = blobs.get(key)
         return None if data is None else decode_blob(data, job=job, kind="w", version=version, numel=slices.numel)
     weights = np.empty(slices.numel, np.float32)
-    for name, part in zip(slices.keys(key), slices, strict=True):
+
+    def read(name: str, part: Slice) -> bool:
         if (data := blobs.get(name)) is None:
-            return None
+            return False
         part.view(weights)[:] = decode_blob(data, job=job, kind="w", version=version, numel=part.size)
-    return weights
+        return True
+
+    calls = [partial(read, name, part) for name, part in zip(slices.keys(key), slices, strict=True)]
+    return weights if all(_results(blobs, calls)) else None
+
+
+def put_slices(
+    blobs: Blobs, keys: Sequence[str], slices: Sequence[Sequence[Buffer]], ttl_s: float, *, soon: bool = False
+) -> bool:  # fmt: skip
+    """Store the blobs of the slices of a contribution, and return whether the store has all of them already. `soon`: as
+    `Blobs.put_soon` does. Raise what `Blobs.put` raises, after all calls have ended."""
+    put = blobs.put_soon if soon else blobs.put
+    results = _results(blobs, [partial(put, key, parts, ttl_s) for key, parts in zip(keys, slices, strict=True)])
+    return False not in results
+
+
+def _results(blobs: Blobs, calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Make the calls, one for each slice, and return their results: at once if each slice has its own Redis server, so
+    that their networks work at the same time; otherwise one after the other."""
+    if len(calls) < 2 or not isinstance(blobs, ShardedBlobs):
+        return [call() for call in calls]
+    others = [in_thread(call, "slice") for call in calls[1:]]
+    try:
+        first = calls[0]()
+    finally:
+        wait(others)  # no thread may use the memory of the slices after the return
+    return [first, *(other.result() for other in others)]

@@ -26,6 +26,7 @@ from doll.process.fault_points import fault_point
 from doll.records.control import Grant, HeldOutScore, NewVersion
 from doll.storage.blobs import Blobs, gradient_key
 from doll.storage.contributions import Compressor
+from doll.storage.slice_blobs import put_slices
 from doll.tables.rows import Rows
 from doll.task.batches import SampleBatch
 from doll.task.trees import Array, Tree
@@ -327,14 +328,10 @@ class GrantHandler:
         key = gradient_key(self._scope, term, grant_id) + suffix
         absent = self._contribution.absent
         begun_s = time.perf_counter()
-        is_there = True
         names = [key] if self._slices is None else self._slices.keys(key)
         blobs = self._compressor.compress_slices(values, self._slices, version=version, rows=self._contribution.rows())
-        for name, parts in zip(names, blobs, strict=True):
-            if suffix:  # if a rest were lost, the whole job would be rolled back
-                self._blobs.put(name, parts, self._ttl_s)
-            else:
-                is_there &= self._blobs.put_soon(name, parts, self._ttl_s)
+        # If a rest were lost, the whole job would be rolled back.
+        is_there = put_slices(self._blobs, names, blobs, self._ttl_s, soon=not suffix)
         fault_point("worker.after_blob")
         store_s = done.store_s + time.perf_counter() - begun_s
         return replace(

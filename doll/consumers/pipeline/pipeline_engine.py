@@ -45,6 +45,7 @@ from doll.records.control import Grant, NewVersion
 from doll.records.refusals import MAX_REASON_CHARS
 from doll.storage.blobs import Blobs, gradient_key
 from doll.storage.contributions import Compressor
+from doll.storage.slice_blobs import put_slices
 from doll.task import passes, trees
 from doll.task.base import Task
 from doll.task.batches import SampleBatch
@@ -384,8 +385,7 @@ class PipelineGradientEngine:
         begun_s = time.monotonic()
         slices = self._computer.slices
         blobs = self._compressor.compress_slices(self._pushed, slices, version=wave.version)
-        for name, parts in zip(slices.keys(key), blobs, strict=True):
-            self._blobs.put(name, parts, self._ttl_s)
+        put_slices(self._blobs, slices.keys(key), blobs, self._ttl_s)
         fault_point("worker.after_blob")
         store_s = time.monotonic() - begun_s
         if is_rest and self._rest is not None:
