@@ -195,7 +195,12 @@ class Door:
 
     def _greet(self, connection: socket.socket, peer: str) -> None:
         try:
-            self.links.put((self._authenticate(connection), link_of(connection, self._silent_s)))
+            claim, link = self._authenticate(connection), link_of(connection, self._silent_s)
+            with self._lock:
+                if connection not in self._pending:
+                    raise _HandshakeError("newer connections have taken its turn")
+                self._pending.remove(connection)  # before its link can be taken: `close` ends pending connections
+            self.links.put((claim, link))
             if self._is_closed.is_set():  # `close` may have looked before
                 self._close_links()
         except (OSError, _HandshakeError) as exc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import secrets
 import socket
 import struct
@@ -233,3 +234,24 @@ def test_what_is_no_address_of_one_machine_is_refused(text: str) -> None:
 def test_an_address_that_this_machine_does_not_have() -> None:
     with pytest.raises(ConfigError, match=r"--listen: cannot listen at 192\.0\.2\.1:0"):
         Door(Address("192.0.2.1", 0), lambda: SECRET, lambda claim: "", silent_s=SILENT_S)
+
+
+def test_a_door_that_closes_as_soon_as_a_link_is_taken_leaves_that_link(make_door: Callable[..., Door]) -> None:
+    """The thread that has greeted it may not run again before the stage goes on."""
+    door = make_door()
+    taken: list[StageLink] = []
+    closed = threading.Event()
+
+    class TakenAtOnce(queue.SimpleQueue):  # type: ignore[type-arg]
+        def put(self, item: tuple[Claim, StageLink], block: bool = True, timeout: float | None = None) -> None:
+            taken.append(item[1])
+            door.close()
+            closed.set()
+
+    door.links = TakenAtOnce()
+    worker = connect(door.address, SECRET, CLAIM, SILENT_S)
+    assert closed.wait(WAIT_TIMEOUT_S)
+    worker.send(b"begin")
+    assert taken[0].receive()[0] == b"begin"
+    for end in (worker, taken[0]):
+        end.close()
