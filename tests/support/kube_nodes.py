@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from kube_cluster import KubeCluster
 
 _STRATEGIC = "application/strategic-merge-patch+json"
 _POLL_S = 0.2
+_HEARTBEAT_S = 10.0
 
 
 def container_status(state: Mapping[str, Any], *, ready: bool = False) -> dict[str, Any]:
@@ -37,12 +39,16 @@ class Nodes:
     def add(self, name: str, market: str) -> None:
         labels = {"karpenter.sh/capacity-type": market, "kubernetes.io/hostname": name}
         self._cluster.call("POST", "/api/v1/nodes", {"metadata": {"name": name, "labels": labels}})
+        room = {"cpu": "4", "memory": "8Gi", "pods": "20"}
+        self._report_node(name, capacity=room, allocatable=room)
+        self.names.add(name)
+
+    def _report_node(self, name: str, **more: Any) -> None:
+        """Say that a node is ready: the controllers of a cluster take one that is silent for 40 s for lost."""
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": _now(),
                  "lastTransitionTime": _now()}  # fmt: skip
-        room = {"cpu": "4", "memory": "8Gi", "pods": "20"}
-        status = {"status": {"capacity": room, "allocatable": room, "conditions": [ready]}}
+        status = {"status": {"conditions": [ready], **more}}
         self._cluster.call("PATCH", f"/api/v1/nodes/{name}/status", status, _STRATEGIC)
-        self.names.add(name)
 
     def pods(self) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = self._cluster.call("GET", self._pods)["items"]
@@ -131,9 +137,14 @@ class Kubelets(Nodes):
                 self.collect(pod["metadata"]["name"])
 
     def _run(self) -> None:
+        said_s = time.monotonic()
         while not self._stop.wait(_POLL_S):
             with self._lock:
                 try:
+                    if time.monotonic() - said_s > _HEARTBEAT_S:
+                        said_s = time.monotonic()
+                        for name in self.names:
+                            self._report_node(name)
                     for pod in self.pods():
                         self._attend(pod)
                 except HTTPError as error:
