@@ -126,7 +126,7 @@ def run(shards: int, mbit: float, megabytes: float, updates: int, code: Path) ->
         def start(name: str, *command: str, host: Host | None = None, path: Path = ROOT) -> None:
             words = [sys.executable, "-m", "doll", *command, "--job", str(job), "--run-folder", str(folder / "run")]
             prefix = () if host is None else host.prefix
-            own = {**env, "PYTHONPATH": str(path)}
+            own = {**env, "PYTHONPATH": str(path), "PYTHONSAFEPATH": "1"}  # not of the working folder
             process = processes.spawn([*prefix, *words], folder / f"{name}.log", own)
             opened.callback(processes.end, process, 20.0)
 
