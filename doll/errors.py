@@ -129,6 +129,12 @@ class DataLossError(DollError):
     exit_code = 4
 
 
+class StageLostError(DollError):
+    """A stage of a virtual worker has ended or does not run any more. Its worker therefore ends, too."""
+
+    exit_code = 5
+
+
 class AuditError(DollError):
     """The audit failed: an offset is missing or was applied twice."""
 

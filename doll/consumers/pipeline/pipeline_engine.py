@@ -30,9 +30,9 @@ from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.remote_stages import RemoteStages
-from doll.consumers.pipeline.stage_processes import StageLostError, StageProcesses, failure
+from doll.consumers.pipeline.stage_processes import StageProcesses, failure
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
-from doll.errors import TaskError
+from doll.errors import StageLostError, TaskError
 from doll.model.random_numbers import draw_from
 from doll.pipeline.links.frames import DTYPES, LinkFrameError
 from doll.pipeline.links.link import LinkClosedError

@@ -21,12 +21,11 @@ from doll.config import JobConfig
 from doll.consumers.pipeline.stage_places import StagePlaces
 from doll.consumers.pipeline.stage_processes import (
     READY_S,
-    StageLostError,
     greet,
     reported,
     stage_fingerprint,
 )
-from doll.errors import ConfigError, DollError
+from doll.errors import ConfigError, DollError, StageLostError
 from doll.kafka.reader import has_finished, on_finish
 from doll.kafka.topics import cluster_id
 from doll.model.flat_model import FlatModel

@@ -23,7 +23,7 @@ import torch
 
 import doll
 from doll.config import JobConfig
-from doll.errors import ConfigError, DollError, TaskError
+from doll.errors import ConfigError, DollError, StageLostError, TaskError
 from doll.local.processes import die_with_parent
 from doll.model.file_memory import forget_pages
 from doll.model.flat_model import FlatModel, build, fingerprint
@@ -45,10 +45,6 @@ log = get_logger(__name__)
 READY_S: Final = 120.0
 _END_S: Final = 1.0
 _SEGMENT_BYTES: Final = 64 * 1024 * 1024  # address space; unused pages take no memory
-
-
-class StageLostError(DollError):
-    """A stage has ended or does not run any more. Its virtual worker therefore ends, too."""
 
 
 def failure(message: Failed) -> DollError:

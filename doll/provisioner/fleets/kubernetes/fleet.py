@@ -338,6 +338,7 @@ class KubernetesFleet:
         try:
             name, machines = gangs.gang_name(members[0]), gangs.machines_of(members[0])
             each = [instance for pod in members if (instance := pods.instance_of(pod, now_s)) is not None]
+            lost_stage = gangs.has_lost_stage(members)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ApiError("read pods", 0, f"expected a pod, got one without {short(error)}") from error
         if len(each) < len(members):
@@ -345,7 +346,9 @@ class KubernetesFleet:
             return None
         if (known := self._known.get(name)) is not None and known.state is InstanceState.ENDED:
             return known  # an ended pod does not change
-        return each[0] if machines == 1 else gangs.as_one(name, machines, each, known, now_s)
+        if machines == 1:
+            return each[0]
+        return gangs.as_one(name, machines, each, known, now_s, lost_stage=lost_stage)
 
     def _is_foreign(self, pod: pods.Pod) -> bool:
         labels = pod["metadata"].get("labels", {})

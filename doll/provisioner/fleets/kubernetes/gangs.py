@@ -7,10 +7,11 @@ gang were created.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from doll.errors import StageLostError
 from doll.provisioner.fleets.kubernetes.pods import Pod
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState
 
@@ -66,7 +67,19 @@ def machines_of(pod: Pod) -> int:
     return int(pod["metadata"].get("labels", {}).get(MACHINES, "1"))
 
 
-def as_one(name: str, machines: int, pods: Sequence[Instance], known: Instance | None, now_s: float) -> Instance:
+def has_lost_stage(pods: Iterable[Pod]) -> bool:
+    """Return whether a container of these pods has ended because its worker has lost a stage (`StageLostError`)."""
+    return any(
+        container.get("state", {}).get("terminated", {}).get("exitCode") == StageLostError.exit_code
+        for pod in pods
+        for container in pod.get("status", {}).get("containerStatuses") or ()
+    )
+
+
+def as_one(
+    name: str, machines: int, pods: Sequence[Instance], known: Instance | None, now_s: float, *,
+    lost_stage: bool = False,
+) -> Instance:  # fmt: skip
     """Return the instance of a gang from those of its pods that are listed.
 
     The gang is alive while all of its pods are. It costs the sum of what its pods cost, so its costs begin at the mean
@@ -74,6 +87,8 @@ def as_one(name: str, machines: int, pods: Sequence[Instance], known: Instance |
 
     Args:
         known: the instance when it was last listed, or launched; None: not by this process.
+        lost_stage: see `has_lost_stage`. A worker notices seconds before the API server that the node of a stage is
+            lost. On spot this is an interruption, unless the pod of a stage has failed as well.
     """
     live = [each for each in pods if each.is_alive]
     running = all(each.state is InstanceState.RUNNING for each in pods)
@@ -86,14 +101,16 @@ def as_one(name: str, machines: int, pods: Sequence[Instance], known: Instance |
     )  # fmt: skip
     if len(live) == machines:
         return whole
-    reason = _cause(name, whole, pods, known)
+    reason = _cause(name, whole, pods, known, lost_stage=lost_stage)
     ends = [each.ended_s for each in pods if each.ended_s is not None]
     if reason is EndReason.TERMINATED and len(ends) < len(pods):
         return replace(whole, state=InstanceState.ENDING)
     return whole.ended(max(ends, default=now_s), reason)
 
 
-def _cause(name: str, whole: Instance, pods: Sequence[Instance], known: Instance | None) -> EndReason:
+def _cause(
+    name: str, whole: Instance, pods: Sequence[Instance], known: Instance | None, *, lost_stage: bool
+) -> EndReason:  # fmt: skip
     """Return the reason for the end of a gang. Its other pods are ended by the provisioner as soon as one has ended, so
     a reason of the provisioner's counts least."""
     noticed_s = whole.notice_s if known is None else known.notice_s or whole.notice_s
@@ -102,7 +119,10 @@ def _cause(name: str, whole: Instance, pods: Sequence[Instance], known: Instance
     reasons = {each.end_reason for each in pods}
     if EndReason.INTERRUPTED in reasons or noticed_s is not None:
         return EndReason.INTERRUPTED
-    if EndReason.FAILED in reasons:
+    failed = [each.id for each in pods if each.end_reason is EndReason.FAILED]
+    if failed == [name] and lost_stage and whole.market == "spot":
+        return EndReason.INTERRUPTED
+    if failed:
         return EndReason.FAILED
     was_undone = known is None and name not in {each.id for each in pods}  # the launch was not completed
     if was_undone or any(not each.is_alive for each in pods):

@@ -15,9 +15,9 @@ import psutil
 import pytest
 import record_builders
 import torch
-from doll.consumers.pipeline.stage_processes import StageLostError, StageProcesses
+from doll.consumers.pipeline.stage_processes import StageProcesses
 from doll.consumers.protocol.worker_core import GradientDone
-from doll.errors import ConfigError, ServiceUnavailableError, TaskError
+from doll.errors import ConfigError, ServiceUnavailableError, StageLostError, TaskError
 from doll.pipeline.links.link import socket_pair
 from doll.pipeline.runtime.messages import Ready, encode
 from doll.records.control import NewVersion

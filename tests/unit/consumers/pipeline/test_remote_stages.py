@@ -15,8 +15,8 @@ import pytest
 import torch
 from doll.consumers.pipeline.remote_stages import RemoteStages, form_gang
 from doll.consumers.pipeline.stage_main import StageSeat
-from doll.consumers.pipeline.stage_processes import StageLostError, cut_model
-from doll.errors import ConfigError, TaskError
+from doll.consumers.pipeline.stage_processes import cut_model
+from doll.errors import ConfigError, StageLostError, TaskError
 from doll.pipeline.links.link import LinkClosedError
 from doll.pipeline.links.tcp import Address, Claim, LinkRefusedError, connect
 from doll.pipeline.runtime.messages import Begin, Part, Ready, encode

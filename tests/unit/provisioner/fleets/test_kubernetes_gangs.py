@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from doll.config import KubernetesFleetConfig, parse
-from doll.errors import ConfigError
+from doll.errors import ConfigError, StageLostError
 from doll.provisioner.fleets.kubernetes import gangs
 from doll.provisioner.fleets.kubernetes.fleet import ApiError, KubernetesFleet, PodApi, stage_template
 from doll.provisioner.fleets.port import EndReason, InstanceState, LaunchFailure, Order
@@ -187,6 +187,29 @@ def test_a_gang_ends_with_its_first_pod(server: FailingServer, of: str, *, is_re
     server.clock.advance(3700)
     assert made.id not in listed(fleet)
     assert made.id + of not in server.pods
+
+
+@pytest.mark.parametrize(
+    ("market", "stage_fails", "reason"),
+    [
+        ("spot", False, EndReason.INTERRUPTED),
+        ("spot", True, EndReason.FAILED),
+        ("on_demand", False, EndReason.FAILED),
+    ],
+)
+def test_a_worker_on_spot_that_has_lost_a_stage_was_interrupted(
+    server: FailingServer, market: Market, *, stage_fails: bool, reason: EndReason
+) -> None:
+    """The API server learns of a lost node later than the worker."""
+    fleet = fleet_of(server)
+    made = fleet.launch(order(market=market))
+    server.run()
+    listed(fleet)
+    ended = {"name": "worker", "state": {"terminated": {"exitCode": StageLostError.exit_code}}}
+    server.pods[made.id]["status"] |= {"phase": "Failed", "containerStatuses": [ended]}
+    if stage_fails:
+        server.pods[f"{made.id}-s1"]["status"] |= {"phase": "Failed"}
+    assert listed(fleet)[made.id].end_reason is reason
 
 
 @pytest.mark.parametrize(("market", "reason"), [("spot", EndReason.INTERRUPTED), ("on_demand", EndReason.FAILED)])
