@@ -409,6 +409,7 @@ def live_in_shards(size: float, shards: int, updates: int) -> str:
                             peaks.look(json.loads(path.read_text()))
                     time.sleep(_SAMPLE_S)
                 seconds[what] = time.monotonic() - began_s
+                peaks.look({f"doll {what}": process.pid})  # `until` may have waited for it
                 if process.poll():
                     tail = (folder / "log").read_text(errors="replace")[-2000:]
                     raise RuntimeError(f"doll {what}: exit code {process.returncode}: {tail}")
