@@ -422,7 +422,7 @@ def _with_faults(
 
     faults: list[tuple[str, Callable[[], psutil.Process | None]]] = [
         ("parameter server", ps),
-        ("Redis", lambda: child_named(up, "redis-server")),
+        ("Redis", lambda: child_named(up, "redis-server", "valkey-server")),
         ("a serving process", lambda: next(iter(serving.children()), None)),
         ("Kafka", lambda: child_named(up, "java")),
         ("parameter server", ps),

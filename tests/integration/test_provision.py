@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from doll.config import dump, load
+from doll.process.platform import lock_exclusively
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import LaunchError, Order
 from doll.provisioner.fleets.processes import ProcessFleet
@@ -23,9 +24,10 @@ from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
 from fleet_worlds import WORLDS
 from job_rig import MakePipeline
+from process_checks import is_gone
 from provision_program import Provisioner, journal_of
 from statuses import server_status
-from waiting import WAIT_TIMEOUT_S
+from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
 
@@ -133,7 +135,12 @@ def test_a_standby_on_another_machine_takes_over_from_a_provisioner_that_is_lost
         second = provision("run", "--standby", "--run-folder", str(other))
         job.until(lambda: "standby_waiting" in job.log("provision-1"), "the standby to wait")
         made = [entry for entry in provision.journal() if entry["kind"] == "launched"]
-        first.send_signal(loss)
+        (lock,) = (tmp_path / "run" / "checkpoints").glob("provision-*/.lock")
+        started = psutil.Process(first.pid)
+        with lock.open("w") as held:  # so that it is not stopped with the lock, without which nobody can take over
+            lock_exclusively(held.fileno(), wait=True)
+            first.send_signal(loss)
+            until(lambda: is_gone(started) or started.status() == psutil.STATUS_STOPPED, "the signal to arrive")
         entries = partial(journal_of, other, job)
         job.until(lambda: entries("launched"), "the standby to launch")
         first.send_signal(signal.SIGCONT)
